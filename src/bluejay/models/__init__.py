@@ -1,0 +1,6 @@
+"""GPT-J as eager modules, its cache, and its costs."""
+
+from bluejay.models.gptj import GPTJ, positions_from_mask, rotary_phases, rotate
+from bluejay.models.kv_cache import KVCache
+
+__all__ = ["GPTJ", "KVCache", "positions_from_mask", "rotary_phases", "rotate"]
