@@ -1,6 +1,7 @@
 """GPT-J as eager modules, its cache, and its costs."""
 
+from bluejay.models import costs
 from bluejay.models.gptj import GPTJ, positions_from_mask, rotary_phases, rotate
 from bluejay.models.kv_cache import KVCache
 
-__all__ = ["GPTJ", "KVCache", "positions_from_mask", "rotary_phases", "rotate"]
+__all__ = ["GPTJ", "KVCache", "costs", "positions_from_mask", "rotary_phases", "rotate"]

@@ -1,0 +1,31 @@
+"""What this machine is and can do: processor, memory, devices, compiler, and measured ceilings."""
+
+from bluejay.machine.compiler import Compiler, cxx_compiler
+from bluejay.machine.cpu import (
+    Cpu,
+    available_memory_bytes,
+    cpu,
+    cpu_features,
+    peak_memory_bytes,
+    total_memory_bytes,
+)
+from bluejay.machine.describe import Device, MachineReport, Missing, describe, devices
+from bluejay.machine.measure import measure_gemm, measure_read_bandwidth
+
+__all__ = [
+    "Compiler",
+    "Cpu",
+    "Device",
+    "MachineReport",
+    "Missing",
+    "available_memory_bytes",
+    "cpu",
+    "cpu_features",
+    "cxx_compiler",
+    "describe",
+    "devices",
+    "measure_gemm",
+    "measure_read_bandwidth",
+    "peak_memory_bytes",
+    "total_memory_bytes",
+]
