@@ -1,5 +1,21 @@
 """Configuration as frozen dataclasses: presets, strict parsing, canonical form."""
 
+from bluejay.config.generation import MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
+from bluejay.config.preset import parse_model, preset, preset_names
+from bluejay.config.run import RunConfig
 
-__all__ = ["ACTIVATIONS", "DTYPES", "IGNORED_HF_KEYS", "ModelConfig"]
+__all__ = [
+    "ACTIVATIONS",
+    "DTYPES",
+    "IGNORED_HF_KEYS",
+    "MAX_BEAMS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_IDS",
+    "GenerationConfig",
+    "ModelConfig",
+    "RunConfig",
+    "parse_model",
+    "preset",
+    "preset_names",
+]

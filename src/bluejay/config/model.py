@@ -76,8 +76,8 @@ class ModelConfig:
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             nearest = sorted(divisors, key=lambda h: abs(h - self.n_head))[:4]
             raise _wrong("n_head", self.n_head, f"must divide n_embd={self.n_embd}; near ones: {sorted(nearest)}")
-        rotary = self.rotary_dim
-        if not isinstance(rotary, int) or isinstance(rotary, bool) or rotary < 2 or rotary % 2 or rotary > self.head_dim:
+        rotary, whole = self.rotary_dim, isinstance(self.rotary_dim, int) and not isinstance(self.rotary_dim, bool)
+        if not whole or rotary < 2 or rotary % 2 or rotary > self.head_dim:
             raise _wrong("rotary_dim", rotary, f"must be even and between 2 and head_dim={self.head_dim}")
         if not isinstance(self.n_inner, int) or self.n_inner < 0:
             raise _wrong("n_inner", self.n_inner, "must be 0 (4 * n_embd) or a whole number above it")

@@ -31,9 +31,10 @@ class KVCache(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        # Left uninitialized: memory is only committed where tokens are written, and unused slots are never read.
         shape = (num_rows, config.n_head, 1 + num_slots, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
         self.register_buffer("lengths", torch.zeros(num_rows, dtype=torch.int64, device=device), persistent=False)
 
     @property
@@ -55,36 +56,34 @@ class KVCache(nn.Module):
         else:
             self.lengths[row] = 0
 
+    @classmethod
+    def of(cls, keys: list[Tensor], values: list[Tensor], lengths: Tensor) -> KVCache:
+        """A cache over existing storage: a view of another cache, or the tensors a program was given."""
+        cache = cls.__new__(cls)
+        nn.Module.__init__(cache)
+        cache.keys, cache.values = keys, values
+        cache.register_buffer("lengths", lengths, persistent=False)
+        return cache
+
     def view(self, first_row: int, num_rows: int, num_slots: int | None = None) -> KVCache:
         """A cache over `num_rows` of these rows and the first `num_slots` slots, sharing storage."""
-        view = KVCache.__new__(KVCache)
-        nn.Module.__init__(view)
         stop = 1 + (self.num_slots if num_slots is None else num_slots)
         rows = slice(first_row, first_row + num_rows)
-        view.keys = [k[rows, :, :stop] for k in self.keys]
-        view.values = [v[rows, :, :stop] for v in self.values]
-        view.register_buffer("lengths", self.lengths[rows], persistent=False)
-        return view
+        return KVCache.of(
+            [k[rows, :, :stop] for k in self.keys], [v[rows, :, :stop] for v in self.values], self.lengths[rows]
+        )
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Make row `target` equal to row `source`, copying only the slots in use."""
-        used = 1 + int(self.lengths[source])
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, 1:used] = tensor[source, :, 1:used]
-        self.lengths[target] = self.lengths[source]
+    def copy_rows(self, sources: list[int], targets: list[int], first_slot: int = 0) -> None:
+        """Row `targets[i]` becomes what row `sources[i]` was. Slots below `first_slot` (a shared prompt) stay.
 
-    def reorder(self, first_row: int, parents: Tensor, first_slot: int = 0) -> None:
-        """Row `first_row + i` becomes row `first_row + parents[i]`. Slots below `first_slot` (a shared prompt) stay.
-
-        Shapes:
-            parents: [n] int64 on the cache's device
+        Sources are read before targets are written, so rows may trade places.
         """
-        rows = slice(first_row, first_row + parents.shape[0])
-        used = 1 + int(self.lengths[rows].max())
+        if not sources:
+            return
+        used = 1 + int(self.lengths[sources].max())
         for tensor in (*self.keys, *self.values):
-            part = tensor[rows, :, 1 + first_slot : used]
-            part.copy_(part[parents])
-        self.lengths[rows] = self.lengths[rows][parents]
+            tensor[targets, :, 1 + first_slot : used] = tensor[sources, :, 1 + first_slot : used]
+        self.lengths[targets] = self.lengths[sources]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values in place; returns the layer's whole storage without the padding slot.

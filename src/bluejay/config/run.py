@@ -1,0 +1,62 @@
+"""What a run is made of: which model, where, in which dtype, for how many rows and which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bluejay.config.model import DTYPES
+from bluejay.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything `build` needs to assemble an engine.
+
+    Attributes:
+        model: `nano`, a directory, or a hub id.
+        dtype: float32, bfloat16 or float16; "" keeps the checkpoint's.
+        device: cpu, cuda, cuda:N; "auto" takes CUDA where there is one.
+        context: tokens a row may hold; 0 is the model's whole window.
+        max_rows: rows that run at once; more requests wait.
+        prefill_buckets: padded prompt-chunk lengths, ascending.
+        batch_buckets: padded numbers of rows, ascending; `max_rows` is added.
+        strict: a missing tensor is an error (False: a missing bias is zero, with a warning).
+        verify: look for NaN and infinite weights while loading.
+        offline: never ask the network for a hub id.
+    """
+
+    model: str
+    dtype: str = ""
+    device: str = "auto"
+    context: int = 0
+    max_rows: int = 8
+    prefill_buckets: tuple[int, ...] = (16, 64, 256)
+    batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
+    backend: Literal["eager"] = "eager"
+    strict: bool = True
+    verify: bool = True
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise _refuse("model", self.model, "a name, a directory or a hub id")
+        if self.dtype not in ("", *DTYPES):
+            raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.context < 0:
+            raise _refuse("context", self.context, "0 (the whole window) or a number of tokens")
+        if self.max_rows < 1:
+            raise _refuse("max_rows", self.max_rows, "at least 1")
+        for name in ("prefill_buckets", "batch_buckets"):
+            buckets = getattr(self, name)
+            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+                raise _refuse(name, buckets, "ascending whole numbers from 1")
+
+
+def _refuse(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(
+        asked=f"a run with {name}={value!r}",
+        found=f"{name}={value!r}",
+        rule=f"{name} must be {rule}",
+        fix=f"set {name}",
+    )

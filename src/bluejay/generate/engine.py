@@ -1,0 +1,690 @@
+"""One engine for one or many prompts of unequal lengths: chunked prefill, decode over rows, rows leave when they end.
+
+The host's part of a step is small: admit groups, call a prefill program for rows that still have prompt, call the
+decode program for the rest, and turn token ids into text. Everything per token and per layer is inside the programs.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from bluejay.build import Built, build
+from bluejay.config import GenerationConfig, RunConfig
+from bluejay.errors import BluejayError, RequestError
+from bluejay.events import Observer, ignore
+from bluejay.generate.beam import BeamSearch
+from bluejay.generate.buckets import cover, fit
+from bluejay.generate.detokenizer import StreamDecoder
+from bluejay.generate.sampler import BAD_LOGITS, sub_seed
+from bluejay.generate.scheduler import Scheduler, Slot
+from bluejay.generate.steps import IDLE, DecodeStep, GenerationStep, PrefillStep, Rows, flatten
+from bluejay.generate.stop import StopMatcher
+from bluejay.models import KVCache
+
+StopReason = Literal["eos", "stop_id", "stop", "length", "cancelled"]
+Prompt = str | Sequence[int]
+
+# What one more program call is worth in prompt tokens: about the tokens whose arithmetic takes as long as reading the
+# weights once. It only steers how prompts are cut into chunks.
+CALL_COST_TOKENS = 32
+CALL_COST_ROWS = 1
+# Slots a decode step looks at are rounded up to this, so that a growing row changes shape rarely.
+SLOT_GRANULE = 64
+
+
+class NumericsError(BluejayError):
+    """The model computed logits that are not numbers."""
+
+    code = "numerics"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, its log-probability (None for a prompt's first), and the likeliest tokens in its place."""
+
+    id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer.
+
+    Attributes:
+        text: the answer, without a stop string and without the text of a stop id.
+        ids: every token written, a final stop id included.
+        stop_reason: "eos", "stop_id", "stop" (a stop string), "length", or "cancelled".
+        logprobs: one entry per id, when asked for.
+        score: a beam's length-normalized sum of log-probabilities.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    stop_reason: StopReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answers to one prompt. `text` and `ids` are those of the first.
+
+    Attributes:
+        first_token_seconds: from submission to the first token, waiting included; None when none was written.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    first_token_seconds: float | None
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.completions[0].ids
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self.completions[0].stop_reason
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that became final, of answer number `sample`; its last piece carries the reason it ended.
+
+    `str(piece)` is the text.
+    """
+
+    text: str
+    sample: int = 0
+    stop_reason: StopReason | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Figures:
+    """What the programs did since the engine was made. Real tokens only: no padding, nothing after an end."""
+
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    new_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Answer(Slot):
+    """One row's worth of a request: a sample, or one beam."""
+
+    request: Request = field(kw_only=True)
+    sample: int = field(kw_only=True)
+    pending: tuple[int, ...] = ()  # prompt tokens still to prefill
+    filled: int = 0  # prompt tokens in the cache
+    decoding: bool = False
+    written: int = 0
+    ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    decoder: StreamDecoder = field(kw_only=True)
+    matcher: StopMatcher = field(kw_only=True)
+
+    def push(self, tail: str, final: bool) -> tuple[str, bool]:
+        """Text that may be shown once `tail` is known, and whether a stop string ended it."""
+        text, hit = self.matcher.push(tail)
+        if final and hit is None:
+            text += self.matcher.flush()
+        self.text.append(text)
+        return text, hit is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt under way: hand it to `Engine.collect`, `Engine.stream_request` or `Engine.cancel`."""
+
+    prompt_ids: tuple[int, ...]
+    config: GenerationConfig
+    max_new: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    submitted: float
+    groups: list[list[Answer]] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    pieces: deque[Piece] = field(default_factory=deque)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: dict[int, Completion] = field(default_factory=dict)
+    first_token: float | None = None
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for group in self.groups for answer in group]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.done) == self.config.n
+
+    def finish(self, index: int, completion: Completion, text: str) -> None:
+        """Answer number `index` is complete; `text` is its last piece."""
+        self.done[index] = completion
+        self.pieces.append(Piece(text, index, completion.stop_reason))
+
+
+class Engine:
+    """Continues prompts with one model on one device. Not thread-safe: one thread drives it.
+
+    `generate` answers prompts, `stream` yields text as it becomes final. `submit`, `step`, `collect` and `cancel` are
+    the same in pieces, for servers.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self.tokenizer = built.tokenizer
+        self.model = built.model
+        self.context = built.context
+        run = built.run
+        self.max_rows = run.max_rows
+        self._batch_buckets = (*(b for b in run.batch_buckets if b < run.max_rows), run.max_rows)
+        self._prefill_buckets = run.prefill_buckets
+        config = built.model.config
+        self._rows = Rows.allocate(self.max_rows, config.vocab_size, built.device)
+        self._cache = KVCache(config, self.max_rows, self.context, built.dtype, built.device)
+        self._scheduler: Scheduler[Answer] = Scheduler(self.max_rows)
+        self._steps: dict[tuple[Any, ...], GenerationStep] = {}
+        self.figures = Figures()
+
+    # ---- the two ways most people use ------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompts: str | list[int], config: GenerationConfig | None = None, **settings: Any
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[int]], config: GenerationConfig | None = None, **settings: Any
+    ) -> list[Generation]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], config: GenerationConfig | None = None, **settings: Any
+    ) -> Generation | list[Generation]:
+        """Continue one prompt (text or token ids), or several at once.
+
+        Args:
+            prompts: a string or a list of ids for one; a list of either for several.
+            config: settings; `settings` override them by name (see `GenerationConfig`).
+
+        Raises:
+            RequestError: settings that do not exist or contradict; an empty prompt; prompt and request over the window.
+            NumericsError: the model gave logits that are not numbers.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        config = GenerationConfig.of(config, **settings)
+        requests: list[Request] = []
+        try:
+            for prompt in [prompts] if single else prompts:
+                requests.append(self.submit(prompt, config))  # type: ignore[arg-type]
+            while not all(request.finished for request in requests):
+                self.step()
+        finally:
+            self.cancel(*requests)
+        results = [self.collect(request) for request in requests]
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, config: GenerationConfig | None = None, **settings: Any) -> Iterator[Piece]:
+        """Yield text as it becomes final; a prompt's pieces joined per sample are what `generate` returns.
+
+        Raises: as `generate`, before the first piece.
+        """
+        return self._drive(self._request(prompt, GenerationConfig.of(config, **settings)))
+
+    # ---- the same in pieces ----------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, config: GenerationConfig) -> Request:
+        """Queue a prompt; nothing is computed yet.
+
+        Raises:
+            RequestError: as `generate`.
+        """
+        request = self._request(prompt, config)
+        for group in request.groups:
+            self._scheduler.submit(group)
+        return request
+
+    def collect(self, request: Request) -> Generation:
+        """The finished request's answers."""
+        assert request.finished, f"{len(request.done)} of {request.config.n} answers are done"
+        return Generation(
+            prompt_ids=request.prompt_ids,
+            completions=tuple(request.done[i] for i in range(request.config.n)),
+            prompt_logprobs=tuple(request.prompt_logprobs) if request.config.prompt_logprobs is not None else None,
+            first_token_seconds=None if request.first_token is None else request.first_token - request.submitted,
+        )
+
+    def cancel(self, *requests: Request) -> None:
+        """End requests now, keeping what they have written; finished ones are left alone."""
+        for request in requests:
+            answers = request.answers
+            self._scheduler.withdraw(set(answers))
+            self._release([a for a in answers if a.row >= 0])
+            for index in range(request.config.n):
+                if index not in request.done:
+                    request.finish(index, self._completion(answers[index], "cancelled"), "")
+
+    @property
+    def idle(self) -> bool:
+        return not self._scheduler.rows and not self._scheduler.waiting
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, read one chunk of each unread prompt, write one token of each read one."""
+        for group in self._scheduler.admit():
+            self._enter(group)
+        reading = [a for a in self._scheduler.rows if a.pending]
+        if reading:
+            self._prefill(reading)
+        if any(a.decoding for a in self._scheduler.rows):
+            self._decode()
+
+    # ---- entering --------------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt, config: GenerationConfig) -> Request:
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else map(operator.index, prompt))
+        request = Request(
+            prompt_ids=ids,
+            config=config,
+            max_new=self._allowed_new_tokens(ids, config),
+            stop_ids=tuple(dict.fromkeys((*self._eos_ids(config), *config.stop_ids))),
+            seed=secrets.randbits(62) if config.seed is None else config.seed,
+            submitted=time.perf_counter(),
+        )
+        if config.num_beams > self.max_rows:
+            raise RequestError(
+                asked=f"num_beams={config.num_beams}",
+                found=f"an engine of {self.max_rows} rows",
+                rule="all beams of a prompt run at once, one row each",
+                fix=f"load with max_rows={config.num_beams} or ask for fewer beams",
+            )
+        if config.num_beams > 1 and request.max_new > 0:
+            request.beams = self._beam_search(request)
+        answers = [self._answer(request, sample) for sample in range(max(config.n, config.num_beams))]
+        for first in range(0, len(answers), self.max_rows):
+            group = answers[first : first + self.max_rows]
+            # Only the first of a group reads the prompt; the others copy its cache. The prompt's last token is left for
+            # the decode step, where each draws its own first token from the same logits.
+            group[0].pending = ids[:-1] if len(group) > 1 or request.max_new == 0 else ids
+            request.groups.append(group)
+        return request
+
+    def _drive(self, request: Request) -> Iterator[Piece]:
+        """Run the engine for the request and yield its pieces; leaving the loop early cancels it."""
+        for group in request.groups:
+            self._scheduler.submit(group)
+        try:
+            while not request.finished:
+                self.step()
+                while request.pieces:
+                    yield request.pieces.popleft()
+        finally:
+            self.cancel(request)
+
+    def _allowed_new_tokens(self, ids: tuple[int, ...], config: GenerationConfig) -> int:
+        if not ids:
+            raise RequestError(
+                asked="a continuation of an empty prompt",
+                found="0 tokens",
+                rule="GPT-J predicts a token from the ones before it",
+                fix="give at least one token, for example <|endoftext|> to start a document",
+            )
+        vocab_size = self.model.config.vocab_size
+        wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]
+        wrong += [i for i in config.stop_ids if i >= vocab_size]
+        if wrong:
+            raise RequestError(
+                asked=f"token ids {wrong[:5]}",
+                found=f"a vocabulary of {vocab_size} entries",
+                rule="ids are whole numbers from 0 and below the vocabulary's size",
+                fix="encode with this checkpoint's own tokenizer",
+            )
+        room = self.context - len(ids)
+        if room < 0 or (room < config.max_new_tokens and config.over_window == "refuse"):
+            raise RequestError(
+                asked=f"{len(ids)} prompt tokens + max_new_tokens={config.max_new_tokens}",
+                found=f"a window of {self.context} tokens",
+                rule=f"prompt and answer share the window ({len(ids)} + {config.max_new_tokens} > {self.context})",
+                fix=f"ask for at most {max(room, 0)} new tokens, shorten the prompt"
+                + ("" if room < 0 else ', or set over_window="cut" to end there with reason "length"'),
+            )
+        return min(config.max_new_tokens, room)
+
+    def _eos_ids(self, config: GenerationConfig) -> tuple[int, ...]:
+        if config.ignore_eos:
+            return ()
+        known = self.model.config.eos_token_ids
+        return known or (() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+
+    def _beam_search(self, request: Request) -> BeamSearch:
+        config = request.config
+        return BeamSearch(
+            num_beams=config.num_beams,
+            n=config.n,
+            length_penalty=config.length_penalty,
+            early_stopping=config.early_stopping,
+            eos_ids=request.stop_ids,
+            max_new_tokens=request.max_new,
+            is_stopped=(lambda ids: self._text_of(ids, request)[1]) if config.stop else None,
+        )
+
+    def _answer(self, request: Request, sample: int) -> Answer:
+        skip = frozenset(request.stop_ids) | self.tokenizer.special_ids
+        return Answer(
+            request=request,
+            sample=sample,
+            decoder=StreamDecoder(self.tokenizer.token_bytes, skip),
+            matcher=StopMatcher(request.config.stop),
+        )
+
+    def _enter(self, group: list[Answer]) -> None:
+        for answer in group:
+            request = answer.request
+            seed = sub_seed(request.seed, answer.sample)
+            self._rows.assign(answer.row, request.config, request.max_new, list(request.stop_ids), seed)
+            self._cache.reset(answer.row)
+        if not group[0].pending:
+            self._prompt_read(group)
+
+    # ---- reading prompts -------------------------------------------------------------------------------------------
+
+    def _prefill(self, reading: list[Answer]) -> None:
+        """One chunk for every run of neighboring rows that are reading; runs are cut into batch buckets."""
+        runs: list[list[Answer]] = []
+        for answer in reading:
+            score = answer.request.config.prompt_logprobs is not None
+            same = runs and runs[-1][-1].row + 1 == answer.row
+            if same and (runs[-1][-1].request.config.prompt_logprobs is not None) == score:
+                runs[-1].append(answer)
+            else:
+                runs.append([answer])
+        for run in runs:
+            done = 0
+            for bucket in cover(len(run), self._batch_buckets, CALL_COST_ROWS):
+                self._prefill_rows(run[done : done + bucket], bucket)
+                done += bucket
+        for answer in reading:
+            if not answer.pending and answer.filled < len(answer.request.prompt_ids):
+                self._prompt_read(next(g for g in answer.request.groups if g[0] is answer))
+        self._leave(reading)
+
+    def _prefill_rows(self, answers: list[Answer], num_rows: int) -> None:
+        longest = max(len(a.pending) for a in answers)
+        width = cover(longest, self._prefill_buckets, CALL_COST_TOKENS)[0]
+        # Padding rows sit behind the real ones, or before them at the end of the cache; they are idle either way.
+        first = min(answers[0].row, self.max_rows - num_rows)
+        ids = torch.zeros(num_rows, width, dtype=torch.int64)
+        positions = torch.full((num_rows, width), IDLE)
+        last = torch.zeros(num_rows, dtype=torch.int64)
+        targets = torch.zeros(num_rows, width, dtype=torch.int64)
+        chunks = []
+        for answer in answers:
+            row, chunk = answer.row - first, answer.pending[:width]
+            following = (*answer.request.prompt_ids, 0)[answer.filled + 1 : answer.filled + 1 + len(chunk)]
+            ids[row, : len(chunk)] = torch.tensor(chunk)
+            positions[row, : len(chunk)] = torch.arange(answer.filled, answer.filled + len(chunk))
+            targets[row, : len(chunk)] = torch.tensor(following)
+            last[row] = len(chunk) - 1
+            chunks.append(len(chunk))
+        ranked, greedy = self._variant(answers)
+        score = answers[0].request.config.prompt_logprobs is not None
+        step = self._step(PrefillStep, greedy=greedy, ranked=ranked, score=score)
+        # With no cached prefix beyond it, a row's slots up to the end of this chunk are all a query can see.
+        slots = self._slots_for(max(a.filled for a in answers) + width)
+        inputs = [t.to(self.built.device) for t in (ids, positions, last, targets)]
+        started = time.perf_counter()
+        outputs = [t.cpu() for t in step(*inputs, *self._view(first, num_rows, slots))]
+        self.figures.prefill_seconds += time.perf_counter() - started
+        self.figures.prompt_tokens += sum(chunks)
+        for answer, length in zip(answers, chunks, strict=True):
+            row = answer.row - first
+            answer.pending, answer.filled = answer.pending[length:], answer.filled + length
+            if score:
+                self._note_prompt_logprobs(answer, [t[row] for t in outputs[-3:]], targets[row], length)
+            if answer.filled == len(answer.request.prompt_ids):
+                self._rows.token[answer.row] = outputs[0][row]
+                self._rows.step[answer.row] = 1
+                self._accept(answer, int(outputs[0][row]), [t[row] for t in outputs[1:4]] if ranked else None)
+                if not self._has_ended(answer):
+                    self._rows.position[answer.row] = answer.filled
+                    answer.decoding = True
+
+    def _note_prompt_logprobs(self, answer: Answer, scores: list[Tensor], targets: Tensor, length: int) -> None:
+        request = answer.request
+        known, count = request.prompt_logprobs, request.config.prompt_logprobs or 0
+        if not known:
+            known.append(TokenLogprob(request.prompt_ids[0], None))
+        for i in range(min(length, len(request.prompt_ids) - len(known))):
+            known.append(_token_logprob(int(targets[i]), scores[0][i], scores[1][i], scores[2][i], count))
+
+    def _prompt_read(self, group: list[Answer]) -> None:
+        """The group's first row holds all of the prompt but its last token: share it, and let every row decode that."""
+        leader, request = group[0], group[0].request
+        if request.config.prompt_logprobs is not None and not request.prompt_logprobs:
+            request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
+        if request.max_new == 0:
+            for index in range(request.config.n):
+                request.finish(index, self._completion(request.answers[index], "length"), "")
+            self._release(group)
+            return
+        others = [a.row for a in group[1:]]
+        self._cache.copy_rows([leader.row] * len(others), others)
+        for answer in group:
+            self._rows.seen[answer.row] = self._rows.seen[leader.row]
+            self._rows.token[answer.row] = request.prompt_ids[-1]
+            self._rows.position[answer.row] = len(request.prompt_ids) - 1
+            answer.decoding = True
+
+    # ---- writing answers -------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """One call of the decode program over all rows in use; rows that are still reading are idle in it."""
+        rows = self._scheduler.rows
+        decoding = [a for a in rows if a.decoding]
+        ranked, greedy = self._variant(decoding)
+        step = self._step(DecodeStep, greedy=greedy, ranked=ranked)
+        num_rows = fit(len(rows), self._batch_buckets)
+        slots = self._slots_for(max(len(a.request.prompt_ids) + a.written for a in decoding))
+        started = time.perf_counter()
+        tokens, *scores = [t.cpu() for t in step(*self._view(0, num_rows, slots))]
+        self.figures.decode_seconds += time.perf_counter() - started
+        table = tokens.tolist()
+        for answer in decoding:
+            if answer.request.beams is None:
+                for i, token in enumerate(table[answer.row]):
+                    if token == IDLE or self._has_ended(answer):
+                        break
+                    self._accept(answer, token, [t[answer.row, i] for t in scores] if ranked else None)
+                    self.figures.new_tokens += 1
+        for answer in decoding:
+            if answer.request.beams is not None and answer.sample == 0:
+                self._advance_beams(answer.request, tokens, scores)
+        self._leave(decoding)
+
+    def _accept(self, answer: Answer, token: int, scores: list[Tensor] | None) -> None:
+        """Take a token into an answer: text, stop strings, stop reason."""
+        request = answer.request
+        if request.first_token is None:
+            request.first_token = time.perf_counter()
+        if token == BAD_LOGITS:
+            raise NumericsError(
+                asked=f"token {len(answer.ids) + 1} of an answer",
+                found="logits that are NaN or infinite",
+                rule="sampling needs finite logits",
+                fix="load with dtype=bfloat16 or float32; if that does not help, the weights are damaged",
+            )
+        answer.ids.append(token)
+        answer.written += 1
+        if scores is not None and request.config.logprobs is not None:
+            answer.logprobs.append(_token_logprob(token, *scores, request.config.logprobs))
+        reason: StopReason | None = None
+        if token in request.stop_ids:
+            reason, tail = self._stop_id_reason(token, request), answer.decoder.flush()
+        else:
+            tail = answer.decoder.push(token)
+            if answer.written == request.max_new:
+                reason, tail = "length", tail + answer.decoder.flush()
+        text, stopped = answer.push(tail, final=reason is not None)
+        if stopped and reason in (None, "length"):
+            reason = "stop"
+        if reason is not None:
+            answer.decoding = False
+            request.finish(answer.sample, self._completion(answer, reason), text)
+        elif text:
+            request.pieces.append(Piece(text, answer.sample))
+
+    def _completion(self, answer: Answer, reason: StopReason) -> Completion:
+        wanted = answer.request.config.logprobs is not None
+        return Completion(
+            text="".join(answer.text),
+            ids=tuple(answer.ids),
+            stop_reason=reason,
+            logprobs=tuple(answer.logprobs) if wanted else None,
+        )
+
+    def _stop_id_reason(self, token: int, request: Request) -> StopReason:
+        return "stop_id" if token in request.config.stop_ids else "eos"
+
+    def _has_ended(self, answer: Answer) -> bool:
+        return answer.sample in answer.request.done
+
+    def _advance_beams(self, request: Request, tokens: Tensor, scores: list[Tensor]) -> None:
+        beams, group = request.beams, request.groups[0]
+        assert beams is not None
+        rows = [a.row for a in group]
+        count = beams.num_candidates
+        if bool((tokens[rows] == BAD_LOGITS).any()):
+            self._accept(group[0], BAD_LOGITS, None)
+        if request.first_token is None:
+            request.first_token = time.perf_counter()
+        move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
+        self.figures.new_tokens += 1
+        if move.done:
+            for rank, best in enumerate(beams.results()):
+                text, _ = self._text_of(best.ids, request)
+                reason = self._stop_id_reason(best.ids[-1], request) if best.reason == "eos" else best.reason
+                request.finish(rank, Completion(text, best.ids, reason, score=best.score), text)
+            return
+        shared = len(request.prompt_ids)
+        moved = [(rows[parent], row) for parent, row in zip(move.parents, rows, strict=True) if rows[parent] != row]
+        sources, targets = [s for s, _ in moved], [t for _, t in moved]
+        self._cache.copy_rows(sources, targets, first_slot=shared)
+        self._rows.copy_rows(sources, targets)
+        for answer in group:
+            answer.written += 1
+        position = shared + group[0].written - 1
+        for row, token in zip(rows, move.tokens, strict=True):
+            self._rows.token[row] = token
+            self._rows.position[row] = position
+
+    def _text_of(self, ids: Sequence[int], request: Request) -> tuple[str, bool]:
+        """The text of an answer up to a stop string, and whether there was one."""
+        answer = self._answer(request, 0)
+        decoded = "".join(answer.decoder.push(i) for i in ids) + answer.decoder.flush()
+        return answer.push(decoded, final=True)
+
+    # ---- rows and programs -----------------------------------------------------------------------------------------
+
+    def _leave(self, answers: list[Answer]) -> None:
+        """Free the rows of answers that ended; beams leave together."""
+        self._release([a for a in answers if a.row >= 0 and (self._has_ended(a) or a.request.finished)])
+
+    def _release(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            answer.decoding = False
+            answer.pending = ()
+        num_used = len(self._scheduler.rows)
+        for source, target in self._scheduler.release(answers):
+            self._cache.copy_rows([source], [target])
+            self._rows.copy_rows([source], [target])
+        self._rows.position[len(self._scheduler.rows) : num_used] = IDLE
+
+    def _variant(self, answers: list[Answer]) -> tuple[int, bool]:
+        """How many ranked tokens these rows need at most, and whether none of them samples."""
+        needs = [0]
+        for answer in answers:
+            config = answer.request.config
+            if answer.request.beams is not None:
+                needs.append(answer.request.beams.num_candidates)
+            elif config.logprobs is not None:
+                needs.append(max(config.logprobs, 1))
+            if config.prompt_logprobs is not None and not answer.decoding:
+                needs.append(max(config.prompt_logprobs, 1))
+        sizes = (0, 1, 8, 16, 64, 512)
+        return min(fit(max(needs), sizes), self.model.config.vocab_size), all(
+            a.request.config.temperature == 0 for a in answers
+        )
+
+    def _step(self, kind: type[GenerationStep], **variant: Any) -> GenerationStep:
+        key = (kind, *sorted(variant.items()))
+        if key not in self._steps:
+            self._steps[key] = kind(self.model, **variant)
+        return self._steps[key]
+
+    def _slots_for(self, needed: int) -> int:
+        return min(self.context, -(-needed // SLOT_GRANULE) * SLOT_GRANULE)
+
+    def _view(self, first: int, num_rows: int, slots: int) -> tuple[Tensor, ...]:
+        return flatten(self._rows.view(first, num_rows), self._cache.view(first, num_rows, slots))
+
+
+def _token_logprob(token: int, logprob: Tensor, values: Tensor, tokens: Tensor, count: int) -> TokenLogprob:
+    top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
+    return TokenLogprob(token, float(logprob), tuple(top))
+
+
+def load(
+    model: str = "nano",
+    *,
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    observe: Observer = ignore,
+    **settings: Any,
+) -> Engine:
+    """An engine for `nano` (bundled), a checkpoint directory, or a Hugging Face hub id.
+
+    Args:
+        dtype: float32, bfloat16 or float16; None keeps the checkpoint's. `torch_dtype` is the older spelling.
+        observe: called with progress events and warnings.
+        settings: further fields of `RunConfig`: device, context, max_rows, strict, ...
+
+    Raises:
+        RequestError, ConfigError: an unknown or wrong setting.
+        CheckpointError, TokenizerError, MachineError: see `bluejay.build.build`.
+    """
+    names = [None if d is None else str(d).removeprefix("torch.") for d in (dtype, torch_dtype)]
+    if None not in names and names[0] != names[1]:
+        raise RequestError(
+            asked=f"dtype={names[0]} and torch_dtype={names[1]}",
+            found="two different dtypes",
+            rule="both spell the same setting",
+            fix="give one of them",
+        )
+    known = set(RunConfig.__dataclass_fields__) - {"model", "dtype"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise RequestError(
+            asked=f"load with {', '.join(unknown)}",
+            found="no such setting",
+            rule=f"the settings are dtype, {', '.join(sorted(known))}",
+            fix="correct the name",
+        )
+    run = RunConfig(model=str(model), dtype=names[0] or names[1] or "", **settings)
+    return Engine(build(run, observe))
