@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from bluejay.generate.detokenizer import StreamDecoder
+from bluejay.generate import StreamDecoder
 
 GPT2_BPE = Path(__file__).parents[3] / "shared" / "data" / "gpt2-bpe"
 REPLACEMENT = "\ufffd"
@@ -137,7 +137,9 @@ def test_ids_of_the_case_are_those_of_the_real_tokenizer(gpt2_bytes: dict[int, b
     assert {i: gpt2_bytes[i] for i in BYTES} == BYTES
 
 
-@given(ids=st.lists(st.one_of(st.integers(0, 50256), st.sampled_from(sorted(BYTES)), st.integers(94, 255)), max_size=40))
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 50256), st.sampled_from(sorted(BYTES)), st.integers(94, 255)), max_size=40)
+)
 def test_random_ids_of_the_real_tokenizer(gpt2: Tokenizer, gpt2_bytes: dict[int, bytes], ids: list[int]) -> None:
     """Catches a difference from `tokenizers` on the vocabulary that GPT-J uses."""
     assert "".join(pieces_of(ids, gpt2_bytes)) == gpt2.decode(ids, skip_special_tokens=False)

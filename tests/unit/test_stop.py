@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bluejay.generate.stop import StopMatcher
+from bluejay.generate import StopMatcher
 
 
 def run(pieces: Iterable[str], *stops: str) -> tuple[list[str], str | None]:

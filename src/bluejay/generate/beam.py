@@ -1,12 +1,12 @@
 """Beam search over one prompt: pure bookkeeping on log-probabilities, no model and no cache.
 
-    search = BeamSearch(num_beams=4, n=1, length_penalty=1.0, early_stopping=False, eos_ids=(2,), max_new_tokens=64)
-    while True:
-        step = search.advance(*log_probs.topk(search.num_candidates))  # one row of log_probs per beam
-        if step.done:
-            break
-        ...                                                            # reorder the cache by step.parents, run step.tokens
-    best = search.results()[0]
+search = BeamSearch(num_beams=4, n=1, length_penalty=1.0, early_stopping=False, eos_ids=(2,), max_new_tokens=64)
+while True:
+    step = search.advance(*log_probs.topk(search.num_candidates))  # one row of log_probs per beam
+    if step.done:
+        break
+    ...                                                            # reorder the cache by step.parents, run step.tokens
+best = search.results()[0]
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class BeamSearch:
         max_new_tokens: int,
         is_stopped: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
-        assert 1 <= n <= num_beams and max_new_tokens >= 1
+        assert 1 <= n <= num_beams
+        assert max_new_tokens >= 1
         self._num_beams, self._n, self._max_new_tokens = num_beams, n, max_new_tokens
         self._length_penalty, self._early_stopping = length_penalty, early_stopping
         self._eos_ids, self._is_stopped = frozenset(eos_ids), is_stopped
@@ -98,7 +99,7 @@ class BeamSearch:
         return self._num_beams * max(2, 1 + len(self._eos_ids))
 
     def advance(self, values: Tensor, tokens: Tensor) -> Step:
-        """Take one step with the best continuations of each beam, row i being what step.tokens[i] of the last call led to.
+        """Take one step, given the best next tokens of each beam; row i is what token i of the last step led to.
 
         Args:
             values: log-probabilities of the tokens. They are the log-softmax of the logits, with repetition penalty and
@@ -119,8 +120,8 @@ class BeamSearch:
 
         stay: list[int] = []  # ranks of candidates that stay open
         for rank, (parent, token) in enumerate(zip(parents, token_ids, strict=True)):
-            if len(stay) == self._num_beams <= rank:
-                break
+            if scores[rank] == -inf or len(stay) == self._num_beams <= rank:
+                break  # the rest is impossible, or can neither stay nor finish
             ids = (*self._open[parent], token)
             reason = self._reason(ids)
             if reason is None:
@@ -132,8 +133,8 @@ class BeamSearch:
         if not stay or self._is_settled(sums[stay[0]]):
             self._done = True
             return Step((), (), True)
-        # Stop strings can leave fewer than num_beams open. The number of rows is fixed, so the rest are copies without
-        # any chance.
+        # Stop strings or a tiny vocabulary can leave fewer than num_beams open. The number of rows is fixed, so the
+        # rest are copies without any chance.
         missing = self._num_beams - len(stay)
         self._sums = sums[stay + stay[:1] * missing]
         self._sums[len(stay) :] = -inf
@@ -142,7 +143,7 @@ class BeamSearch:
         return Step(tuple(token_ids[rank] for rank in stay), tuple(parents[rank] for rank in stay), False)
 
     def results(self) -> list[Hypothesis]:
-        """The `n` best finished hypotheses, best first."""
+        """The `n` best finished hypotheses, best first; fewer only if there are not as many continuations."""
         assert self._done, "the search is not over"
         return self._finished[: self._n]
 
