@@ -3,5 +3,6 @@
 from bluejay.models import costs
 from bluejay.models.gptj import GPTJ, positions_from_mask, rotary_phases, rotate
 from bluejay.models.kv_cache import KVCache
+from bluejay.models.vocab import resize_vocab
 
-__all__ = ["GPTJ", "KVCache", "costs", "positions_from_mask", "rotary_phases", "rotate"]
+__all__ = ["GPTJ", "KVCache", "costs", "positions_from_mask", "resize_vocab", "rotary_phases", "rotate"]
