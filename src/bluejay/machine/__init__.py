@@ -1,7 +1,9 @@
 """What this machine is and can do: processor, memory, devices, compiler, and measured ceilings."""
 
 from bluejay.machine.compiler import Compiler, cxx_compiler
-from bluejay.machine.cpu import (
+from bluejay.machine.describe import Device, MachineReport, Missing, describe, devices
+from bluejay.machine.measure import measure_gemm, measure_read_bandwidth
+from bluejay.machine.processor import (
     Cpu,
     available_memory_bytes,
     cpu,
@@ -9,8 +11,6 @@ from bluejay.machine.cpu import (
     peak_memory_bytes,
     total_memory_bytes,
 )
-from bluejay.machine.describe import Device, MachineReport, Missing, describe, devices
-from bluejay.machine.measure import measure_gemm, measure_read_bandwidth
 
 __all__ = [
     "Compiler",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bluejay.machine.compiler import Compiler, cxx_compiler, how_to_install_compiler
-from bluejay.machine.cpu import Cpu, available_memory_bytes, cpu, total_memory_bytes
 from bluejay.machine.measure import measure_gemm, measure_read_bandwidth
+from bluejay.machine.processor import Cpu, available_memory_bytes, cpu, total_memory_bytes
 
 _PACKAGES = ("bluejay", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub")
 _MEASURED_DTYPES = (torch.bfloat16, torch.float32)

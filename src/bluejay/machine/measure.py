@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bluejay.machine.cpu import available_memory_bytes, cpu
+from bluejay.machine.processor import available_memory_bytes, cpu
 
 _MIN_BUFFER_BYTES = 256 * 2**20
 
