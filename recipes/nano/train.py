@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with simple_train.txt, simple_core_valid.txt")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=16, help="windows per update")
     parser.add_argument("--micro-batch", type=int, default=8, help="windows at once")
     parser.add_argument("--seed", type=int, default=1)
@@ -219,7 +219,7 @@ def main() -> None:
             torch.save(state, state_file.with_suffix(".tmp"))
             os.replace(state_file.with_suffix(".tmp"), state_file)
             model.eval()
-            print(f"  valid {bits_per_byte(model, tokenizer, valid_file, 40_000):.4f} bits per byte (part)", flush=True)
+            print(f"  valid {bits_per_byte(model, tokenizer, valid_file, 8_000):.4f} bits per byte (part)", flush=True)
             model.train()
         if args.stop_after is not None and step + 1 >= args.stop_after:
             return

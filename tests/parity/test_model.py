@@ -104,7 +104,7 @@ def test_rotary_phases_stay_exact_in_half_precision(tiny_config: ModelConfig, co
 
 
 def test_scores_do_not_overflow_in_fp16(tiny_config: ModelConfig) -> None:
-    """B-27: q = k = 20 in 256 channels: the unscaled dot product, 102400, is infinite in fp16. Two equal keys: half each."""
+    """B-27: q = k = 20 in 256 channels has a dot product of 102400, infinite in fp16. Two equal keys: half each."""
     config = replace(tiny_config, n_embd=256, n_head=1, rotary_dim=64, n_layer=1)
     model = noisy(config).half()
     attention = model.transformer.h[0].attn
