@@ -1,8 +1,8 @@
 """What every verb's options have in common, done once before typer parses them.
 
 A boolean option `--x` may be written `--x`, `--no-x`, `--x=false` or `--x true`, and a value that is no boolean is
-refused: plain flags make `--x=false` an error at best, and an option typed as text makes "False" true. The program's own
-flags (`--debug`) may stand after the verb as well as before it.
+refused: plain flags make `--x=false` an error at best, and an option typed as text makes "False" true. The program's
+own flags (`--debug`) may stand after the verb as well as before it.
 """
 
 from __future__ import annotations
