@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
+import bluejay
 from bluejay.cli.arguments import normalize
 from bluejay.cli.doctor import doctor
+from bluejay.cli.generate import generate
 from bluejay.errors import BluejayError
 
 # Verb files import torch and the other rooms inside their functions, so that `--help` and mistakes answer at once.
 app = typer.Typer(name="bluejay", add_completion=False, rich_markup_mode=None)
+app.command()(generate)
 app.command()(doctor)
 
 
@@ -32,7 +35,7 @@ def program(
 ) -> None:
     """Compile GPT-J once and run it anywhere."""
     if version:
-        typer.echo(f"bluejay {metadata.version('bluejay')} (torch {metadata.version('torch')})")
+        typer.echo(f"bluejay {bluejay.__version__} (torch {metadata.version('torch')})")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -80,10 +80,12 @@ class Generation:
     """The answers to one prompt. `text` and `ids` are those of the first.
 
     Attributes:
+        seed: what sampling was seeded with; given again, it repeats the answers.
         first_token_seconds: from submission to the first token, waiting included; None when none was written.
     """
 
     prompt_ids: tuple[int, ...]
+    seed: int
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     first_token_seconds: float | None
@@ -246,7 +248,13 @@ class Engine:
 
         Raises: as `generate`, before the first piece.
         """
-        return self._drive(self._request(prompt, GenerationConfig.of(config, **settings)))
+        request = self._request(prompt, GenerationConfig.of(config, **settings))
+
+        def run() -> Iterator[Piece]:
+            self._enqueue(request)  # only now, so that a stream nobody reads costs nothing
+            yield from self.pieces(request)
+
+        return run()
 
     # ---- the same in pieces ----------------------------------------------------------------------------------------
 
@@ -257,15 +265,25 @@ class Engine:
             RequestError: as `generate`.
         """
         request = self._request(prompt, config)
-        for group in request.groups:
-            self._scheduler.submit(group)
+        self._enqueue(request)
         return request
+
+    def pieces(self, request: Request) -> Iterator[Piece]:
+        """Run the engine until the request is finished and yield its pieces; leaving the loop early cancels it."""
+        try:
+            while not request.finished:
+                self.step()
+                while request.pieces:
+                    yield request.pieces.popleft()
+        finally:
+            self.cancel(request)
 
     def collect(self, request: Request) -> Generation:
         """The finished request's answers."""
         assert request.finished, f"{len(request.done)} of {request.config.n} answers are done"
         return Generation(
             prompt_ids=request.prompt_ids,
+            seed=request.seed,
             completions=tuple(request.done[i] for i in range(request.config.n)),
             prompt_logprobs=tuple(request.prompt_logprobs) if request.config.prompt_logprobs is not None else None,
             first_token_seconds=None if request.first_token is None else request.first_token - request.submitted,
@@ -326,17 +344,9 @@ class Engine:
             request.groups.append(group)
         return request
 
-    def _drive(self, request: Request) -> Iterator[Piece]:
-        """Run the engine for the request and yield its pieces; leaving the loop early cancels it."""
+    def _enqueue(self, request: Request) -> None:
         for group in request.groups:
             self._scheduler.submit(group)
-        try:
-            while not request.finished:
-                self.step()
-                while request.pieces:
-                    yield request.pieces.popleft()
-        finally:
-            self.cancel(request)
 
     def _allowed_new_tokens(self, ids: tuple[int, ...], config: GenerationConfig) -> int:
         if not ids:

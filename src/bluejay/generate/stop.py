@@ -19,8 +19,9 @@ class StopMatcher:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         assert all(stops), "an empty stop string would match everywhere; requests are checked before they come here"
-        # A stop string that has another one before its last character is never complete first. Left in, it would only
-        # hold text back for nothing.
+        # A stop string that has another one before its last character is never complete first. Left in, it would hold
+        # text back for nothing. Without such, the match that is complete first, or the longest of those, also begins
+        # first.
         self._stops = tuple(s for s in stops if not any(other in s[:-1] for other in stops))
         self._held = ""
 
@@ -31,9 +32,9 @@ class StopMatcher:
         """
         window = self._held + text
         # A match cannot begin before the held text, or more would have been held.
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := window.find(stop)) >= 0]
+        found = [(start, stop) for stop in self._stops if (start := window.find(stop)) >= 0]
         if found:
-            _, start, stop = min(found)
+            start, stop = min(found)
             self._held = ""
             return window[:start], stop
         keep = self._num_held(window)

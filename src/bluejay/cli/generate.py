@@ -1,0 +1,261 @@
+"""`bluejay generate`: continue a prompt from the command line, a file, standard input, or line by line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bluejay.cli.loading import LoadingDisplay
+from bluejay.config import GenerationConfig
+from bluejay.errors import RequestError
+
+if TYPE_CHECKING:
+    from bluejay.generate import Completion, Engine, Generation, TokenLogprob
+
+_DEFAULT = GenerationConfig()
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; `-` or nothing reads stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    model: Annotated[str, typer.Option(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = _DEFAULT.max_new_tokens,
+    min_new_tokens: Annotated[int, typer.Option(help="Tokens to write before an end of text may come.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token; 1: the model's distribution.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that make up this probability.")] = 1,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest one's.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: avoid tokens that already occurred.")] = 1,
+    num_beams: Annotated[int, typer.Option(help="Above 1: beam search.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favors longer answers.")] = 1,
+    early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
+    n: Annotated[int, typer.Option("--n", "-n", help="Answers: samples, or the best n beams.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    stop_id: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Do not end at the checkpoint's end of text.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities and the k likeliest.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")] = None,
+    over_window: Annotated[str, typer.Option(help="Prompt + answer over the window: refuse, or cut.")] = "refuse",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
+    strict: Annotated[bool, typer.Option(help="A missing tensor is an error.")] = True,
+    verify: Annotated[bool, typer.Option(help="Look for NaN weights while loading.")] = True,
+    offline: Annotated[bool, typer.Option(help="Never ask the network for a hub id.")] = False,
+    echo: Annotated[bool, typer.Option(help="Write the prompt before the answer.")] = False,
+    interactive: Annotated[bool, typer.Option(help="Take turns: you write a line, the model goes on.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress and no line of figures.")] = False,
+    json: Annotated[bool, typer.Option(help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Continue a prompt with a GPT-J model. Text goes to stdout, figures to stderr."""
+    config = GenerationConfig.of(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping={"true": True, "false": False}.get(early_stopping.lower(), early_stopping),
+        n=n,
+        stop=stop,
+        stop_ids=stop_id,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        over_window=over_window,
+    )
+    text = None if interactive else _read_prompt(prompt, file)
+    _check_output(config, json, interactive)
+
+    import bluejay
+
+    warnings: list[str] = []
+    with LoadingDisplay(quiet) as display:
+
+        def observe(event: Any) -> None:
+            if event.name == "warning":
+                warnings.append(event.fields["text"])
+            display(event)
+
+        engine = bluejay.load(
+            model,
+            dtype=dtype or None,
+            device=device,
+            context=context,
+            max_rows=max(config.num_beams, min(config.n, 8)),
+            strict=strict,
+            verify=verify,
+            offline=offline,
+            observe=observe,
+        )
+    if text is None:
+        _take_turns(engine, config, quiet)
+        return
+    result = _run(engine, text, config, echo=echo, silent=json)
+    if json:
+        record = _as_dict(engine, model, text, result, warnings)
+        print(json_format.dumps(record, ensure_ascii=False))
+    if not quiet:
+        print(_figures_line(engine, result), file=sys.stderr)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt, without the one newline that editors and `echo` add at the end."""
+    if prompt is not None and file is not None:
+        raise RequestError(
+            asked="a prompt as argument and --file",
+            found=f"{prompt[:40]!r} and {file}",
+            rule="one prompt, from one place",
+            fix="leave one out",
+        )
+    if prompt is not None and prompt != "-":
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise RequestError(
+            asked="text to continue",
+            found="no prompt, no --file, and nothing piped in",
+            fix='bluejay generate "Once upon a time", or --interactive',
+        )
+    try:
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            asked=f"the prompt in {file}", found=error.strerror or str(error), fix="name a file"
+        ) from None
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            asked=f"the prompt in {file or 'standard input'}",
+            found=f"byte {data[error.start]:#04x} at offset {error.start}",
+            rule="prompts are UTF-8 text",
+            fix="convert it, for example with iconv -t utf-8",
+        ) from None
+
+
+def _check_output(config: GenerationConfig, json: bool, interactive: bool) -> None:
+    if not json and (config.logprobs is not None or config.prompt_logprobs is not None):
+        raise RequestError(
+            asked="log-probabilities", found="text output", rule="text has no place for them", fix="add --json"
+        )
+    if interactive and (json or config.n > 1):
+        raise RequestError(
+            asked="--interactive with " + ("--json" if json else f"--n {config.n}"),
+            found="a conversation of single lines",
+            rule="each turn is one answer, as text",
+            fix="leave one of them out",
+        )
+
+
+def _run(engine: Engine, text: str, config: GenerationConfig, *, echo: bool, silent: bool) -> Generation:
+    """Run the request; stream a single answer as it comes, print several when all are complete."""
+    streamed = config.n == 1 and not silent
+    if echo and not silent:
+        print(text, end="", flush=True)
+    request = engine.submit(text, config)
+    for piece in engine.pieces(request):
+        if streamed:
+            print(piece, end="", flush=True)
+    result = engine.collect(request)
+    if streamed:
+        print()
+    elif not silent:
+        for i, completion in enumerate(result.completions, start=1):
+            print(f"{_heading(i, completion, config.n)}\n{completion.text}\n")
+    return result
+
+
+def _heading(i: int, completion: Completion, total: int) -> str:
+    score = "" if completion.score is None else f", score {completion.score:.3f}"
+    return f"--- answer {i} of {total} ({completion.stop_reason}{score})"
+
+
+def _take_turns(engine: Engine, config: GenerationConfig, quiet: bool) -> None:
+    """A conversation: every line is added to the text so far, and the model continues all of it."""
+    if not quiet:
+        print("Write a line; the model goes on from everything so far. /new forgets, Ctrl-D leaves.", file=sys.stderr)
+    ids: list[int] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip() == "/new":
+            ids = []
+            continue
+        if not line:
+            continue
+        ids += engine.tokenizer.encode(("\n" if ids else "") + line)
+        room = engine.context - config.max_new_tokens
+        if 0 < room < len(ids):
+            print(f"bluejay: the window is full; forgetting the first {len(ids) - room} tokens", file=sys.stderr)
+            ids = ids[-room:]
+        request = engine.submit(ids, config)
+        try:
+            for piece in engine.pieces(request):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:  # ends this answer, not the conversation
+            engine.cancel(request)
+        print()
+        ids += engine.collect(request).ids
+
+
+def _figures_line(engine: Engine, result: Generation) -> str:
+    from bluejay.machine import peak_memory_bytes
+    from bluejay.units import format_bytes, format_seconds
+
+    figures = engine.figures
+    parts = []
+    if figures.prompt_tokens:
+        rate = figures.prompt_tokens / figures.prefill_seconds
+        parts.append(f"{figures.prompt_tokens} prompt tokens at {rate:,.0f}/s")
+    if figures.new_tokens:
+        rate = figures.new_tokens / figures.decode_seconds
+        parts.append(f"{sum(len(c.ids) for c in result.completions)} new tokens at {rate:,.0f}/s")
+    if result.first_token_seconds is not None:
+        parts.append(f"first after {format_seconds(result.first_token_seconds)}")
+    parts.append(f"peak memory {format_bytes(peak_memory_bytes())}")
+    return "bluejay: " + ", ".join(parts)
+
+
+def _as_dict(engine: Engine, model: str, text: str, result: Generation, warnings: list[str]) -> dict[str, Any]:
+    from bluejay.machine import peak_memory_bytes
+
+    def entry(token: TokenLogprob) -> dict[str, Any]:
+        return {"id": token.id, "logprob": token.logprob, "top": [list(pair) for pair in token.top]}
+
+    completions = []
+    for completion in result.completions:
+        fields: dict[str, Any] = {
+            "text": completion.text,
+            "ids": list(completion.ids),
+            "stop_reason": completion.stop_reason,
+        }
+        if completion.score is not None:
+            fields["score"] = completion.score
+        if completion.logprobs is not None:
+            fields["logprobs"] = [entry(token) for token in completion.logprobs]
+        completions.append(fields)
+    record: dict[str, Any] = {
+        "model": model,
+        "prompt": text,
+        "prompt_ids": list(result.prompt_ids),
+        "seed": result.seed,
+        "completions": completions,
+    }
+    if result.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [entry(token) for token in result.prompt_logprobs]
+    figures = dataclasses.asdict(engine.figures)
+    figures["first_token_seconds"] = result.first_token_seconds
+    figures["peak_memory_bytes"] = peak_memory_bytes()
+    return {**record, "figures": figures, "warnings": warnings}
