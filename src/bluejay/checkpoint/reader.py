@@ -78,18 +78,19 @@ class WeightFile:
             return source.to(dtype, memory_format=torch.contiguous_format)
         result = torch.empty(source.shape, dtype=dtype)
         limit = min(max(self.num_bytes // 64, 2 * _MIB), 64 * _MIB)
-        step = limit // source.element_size()
-        del source  # nothing may keep the old mapping
+        itemsize = source.element_size()
+        step = limit // itemsize
+        del source
         target = result.view(-1)
         for start in range(0, target.numel(), step):
-            if self.is_mapped and self._touched_bytes >= limit:
-                self._tensors = {}
+            part = target[start : start + step]
+            part_bytes = part.numel() * itemsize
+            if self.is_mapped and self._touched_bytes + part_bytes > limit:
+                self._tensors = {}  # unmaps, as nothing else holds on to them
                 self._tensors = self._map()
                 self._touched_bytes = 0
-            part = self._tensors[name].view(-1)[start : start + step]
-            target[start : start + step] = part
-            self._touched_bytes += part.nbytes
-            del part
+            part.copy_(self._tensors[name].view(-1)[start : start + step])
+            self._touched_bytes += part_bytes
         return result
 
     def _map(self) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ class WeightFile:
                 with safe_open(self.path, "pt") as file:
                     return {name: file.get_tensor(name) for name in file.offset_keys()}
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self.is_mapped)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(
                 asked=f"read {self.path}",

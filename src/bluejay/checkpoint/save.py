@@ -176,6 +176,8 @@ def _write(
     total_bytes: int,
     observe: Observer,
 ) -> None:
+    config_file = staging / CONFIG
+    _write_json(config_file, config.to_hf())
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
@@ -186,12 +188,12 @@ def _write(
     for number, shard in enumerate(shards, 1):
         file = SAFETENSORS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file({name: t.contiguous() for name, t in shard.items()}, staging / file, metadata={"format": "pt"})
+        shutil.copymode(config_file, staging / file)  # safetensors makes its files readable for their owner only
         weight_map |= dict.fromkeys(shard, file)
         done_bytes += sum(tensor.nbytes for tensor in shard.values())
         observe(Event("save", {"file": file, "done_bytes": done_bytes, "total_bytes": total_bytes}))
     if len(shards) > 1:
         _write_json(staging / SAFETENSORS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _write_json(staging / CONFIG, config.to_hf())
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
