@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 
@@ -17,18 +18,19 @@ def cover(count: int, buckets: tuple[int, ...], call_cost: int) -> tuple[int, ..
     """
     if not buckets or min(buckets) < 1 or count < 0:
         raise ValueError(f"cover({count}, {buckets}): buckets must be whole numbers from 1 and count at least 0")
-    largest = max(buckets)
-    # Far from the end the largest bucket is always right; near it, try every way to finish.
-    full = max(0, count // largest - 1)
-    rest = count - full * largest
-    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
-    for items in range(1, rest + 1):
-        options = []
-        for bucket in buckets:
-            cost, calls, used = best[max(0, items - bucket)]
-            options.append((cost + bucket + call_cost, calls + 1, (*used, bucket)))
-        best.append(min(options))
-    return (largest,) * full + tuple(sorted(best[rest][2], reverse=True))
+    # Cost, calls and last bucket of the best way to process each number of units. No shortcut by "the largest bucket as
+    # often as it fits": 21 items in buckets of 3 and 4 are seven calls of 3.
+    unit = math.gcd(*buckets)
+    units = -(-count // unit)
+    best = [(0, 0, 0)]
+    for number in range(1, units + 1):
+        ways = ((best[max(0, number - bucket // unit)], bucket) for bucket in buckets)
+        best.append(min((cost + bucket + call_cost, calls + 1, bucket) for (cost, calls, _), bucket in ways))
+    used = []
+    while units > 0:
+        used.append(best[units][2])
+        units -= used[-1] // unit
+    return tuple(sorted(used, reverse=True))
 
 
 def fit(count: int, buckets: tuple[int, ...]) -> int:
