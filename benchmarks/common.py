@@ -1,0 +1,92 @@
+"""What all benchmarks share: a random checkpoint of any width, a fresh process per contestant, and the record.
+
+A claim is a ratio in one run: the ceilings (read bandwidth, GEMM rate) are measured in the same run as the contestants,
+the contestants take turns, and medians of at least five runs are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bluejay.checkpoint import save_checkpoint
+from bluejay.config import ModelConfig
+from bluejay.machine import describe, measure_gemm, measure_read_bandwidth
+from bluejay.models import GPTJ
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@contextmanager
+def random_checkpoint(config: ModelConfig, dtype: torch.dtype, tokenizer_from: Path) -> Iterator[Path]:
+    """A temporary checkpoint directory with random weights, made with fixed seed and removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="bluejay-bench-") as folder:
+        with torch.device("meta"):
+            model = GPTJ(config)
+        generator = torch.Generator().manual_seed(0)
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            tensor = torch.empty(parameter.shape, dtype=dtype)
+            tensors[name] = tensor.fill_(1.0) if name.endswith(("ln_1.weight", "ln_f.weight")) else tensor.zero_()
+            if parameter.dim() > 1:
+                tensor.normal_(0, 0.02, generator=generator)
+        directory = Path(folder) / "model"
+        save_checkpoint(directory, tensors, config, tokenizer_from=tokenizer_from)
+        tensors.clear()
+        yield directory
+
+
+def in_fresh_process(script: Path, *arguments: str) -> dict[str, Any]:
+    """Run a contestant by itself, so that its peak memory is its own; its last line of output is its JSON answer."""
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of every figure over the rounds."""
+    return {
+        key: statistics.median(r[key] for r in rounds) for key in rounds[0] if isinstance(rounds[0][key], int | float)
+    }
+
+
+def ceilings(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> dict[str, float]:
+    """Bytes/s this machine reads and FLOP/s of its matrix products, now."""
+    rates = {f"gemm_{str(d).removeprefix('torch.')}_flops": measure_gemm(d) for d in dtypes}
+    return {"read_bytes_per_second": measure_read_bandwidth(), **rates}
+
+
+def write_record(name: str, body: dict[str, Any], show: Callable[[str], None] = print) -> Path:
+    """Write `results/<name>.json`: the body plus date, machine and versions."""
+    report = describe(Path(tempfile.gettempdir()), measure=False).as_dict()
+    machine = {k: report[k] for k in ("system", "cpu", "num_threads", "memory_bytes", "devices")}
+    record = {
+        "benchmark": name,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": report["versions"],
+        "machine": machine,
+        **body,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    show(f"record: {path.relative_to(RESULTS.parent.parent)}")
+    return path
+
+
+def config_dict(config: ModelConfig) -> dict[str, Any]:
+    return {k: v for k, v in asdict(config).items() if k != "ignored_keys"}
