@@ -44,6 +44,7 @@ class Case:
     max_new_tokens: int
     n: int
     eos_ids: tuple[int, ...]
+    sharpness: float  # factor on the logits before the bias: how sure the model is
     eos_bias: float
     min_new_tokens: int
     stop_modulus: int  # generated ids whose sum it divides count as holding a stop string; 0 for none
@@ -65,6 +66,7 @@ def draw_case(seed: int) -> Case:
         max_new_tokens=max_new_tokens,
         n=pick.randint(1, num_beams),
         eos_ids=tuple(pick.sample(range(64), pick.choice([1, 1, 2, 3]))),
+        sharpness=pick.choice([0.3, 1.0, 3.0]),
         eos_bias=pick.choice([0.0, 1.0, 2.0, 3.0, 4.0, 6.0]),  # from "hardly ends" to "ends at once"
         min_new_tokens=pick.choice([0, 0, 0, min(2, max_new_tokens)]),
         stop_modulus=pick.choice([0, 0, 0, 2, 5]),
@@ -124,11 +126,19 @@ def ours(model: GPTJForCausalLM, case: Case) -> list[Hypothesis]:
 def biased(tiny_hf: GPTJForCausalLM, case: Case) -> GPTJForCausalLM:
     model = copy.deepcopy(tiny_hf)
     with torch.no_grad():
-        model.lm_head.bias[list(case.eos_ids)] += case.eos_bias
+        model.lm_head.weight *= case.sharpness
+        model.lm_head.bias *= case.sharpness
+        model.lm_head.bias[list(case.eos_ids)] += case.eos_bias * case.sharpness
     return model
 
 
-@pytest.mark.parametrize("seed", range(60))
+# Most draws do not tell close readings apart. These do, found by putting each fault in: too few candidates for several
+# end ids; "never" as False; "never" with a negative penalty; the length after this step; "never" as True; endings of
+# low rank taken; spare rows with a chance.
+TELLING = (248, 333, 383, 854, 254, 308, 374, 1430, 93, 144, 159, 189, 74, 128, 94, 95, 103, 289, 298)
+
+
+@pytest.mark.parametrize("seed", [*range(40), *TELLING])
 def test_equals_transformers(tiny_hf: GPTJForCausalLM, seed: int) -> None:
     """Catches any other reading of num_beams, length_penalty, early_stopping, n, end ids, minimum length and stops.
 
@@ -152,6 +162,7 @@ def table_scorer(seed: int, vocabulary: int) -> Scorer:
     return lambda rows: torch.stack([row_of(row) for row in rows])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([-1.0, 0.0, 1.0, 2.0]), st.booleans(), st.integers(1, 8))
 def test_one_beam_is_greedy(seed: int, length_penalty: float, early: bool, max_new_tokens: int) -> None:
     """Catches a candidate lost or an end-of-text of lower rank taken: one beam follows the best token to its end."""
@@ -174,7 +185,7 @@ def test_one_beam_is_greedy(seed: int, length_penalty: float, early: bool, max_n
     assert found.score == (total / len(ids) ** length_penalty).item()
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([-1.0, 0.0, 1.0, 2.0]))
 def test_enough_beams_find_the_best_of_all_continuations(seed: int, length_penalty: float) -> None:
     """Catches beams that start equal, a finished hypothesis that is lost, and a search that ends too early.

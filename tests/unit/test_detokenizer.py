@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -103,6 +103,7 @@ TOKEN = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(TOKEN, max_size=20), st.data())
 def test_joined_pieces_equal_decoding_at_once(tokens: list[bytes], data: st.DataObject) -> None:
     """Catches any text lost, doubled, early or different from `tokenizers`, for any bytes cut anywhere."""
@@ -137,6 +138,7 @@ def test_ids_of_the_case_are_those_of_the_real_tokenizer(gpt2_bytes: dict[int, b
     assert {i: gpt2_bytes[i] for i in BYTES} == BYTES
 
 
+@settings(deadline=None)
 @given(
     ids=st.lists(st.one_of(st.integers(0, 50256), st.sampled_from(sorted(BYTES)), st.integers(94, 255)), max_size=40)
 )
