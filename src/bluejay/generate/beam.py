@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, full, inf
+from torch import Tensor, float32, full, inf
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BeamSearch:
         self._eos_ids, self._is_stopped = frozenset(eos_ids), is_stopped
         self._length = 0
         self._open: list[tuple[int, ...]] = [()] * num_beams
-        self._sums = full((num_beams,), -inf)  # of the open continuations, best first
+        self._sums = full((num_beams,), -inf, dtype=float32, device="cpu")  # of the open continuations, best first
         self._sums[0] = 0.0  # all rows hold the prompt: only one of them may continue, or all beams would be the same
         self._finished: list[Hypothesis] = []  # best first
         self._done = False
