@@ -1,6 +1,6 @@
 """Configuration as frozen dataclasses: presets, strict parsing, canonical form."""
 
-from bluejay.config.generation import MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
+from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
 from bluejay.config.preset import parse_model, preset, preset_names
 from bluejay.config.run import RunConfig
@@ -9,6 +9,7 @@ __all__ = [
     "ACTIVATIONS",
     "DTYPES",
     "IGNORED_HF_KEYS",
+    "MAX_ANSWERS",
     "MAX_BEAMS",
     "MAX_LOGPROBS",
     "MAX_STOP_IDS",

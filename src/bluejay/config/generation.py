@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ from bluejay.errors import RequestError
 MAX_STOP_IDS = 16
 MAX_LOGPROBS = 64
 MAX_BEAMS = 32
+MAX_ANSWERS = 1024
+MAX_TEMPERATURE = 1e3  # from here on every token is equally likely
+LARGEST = 2**63 - 1  # what a row's parameters hold
 
 
 @dataclass(frozen=True)
@@ -70,24 +74,21 @@ class GenerationConfig:
                 fix="correct the name",
             )
         for name in ("stop", "stop_ids"):
-            value = settings.get(name)
-            if isinstance(value, (str, int)):
-                settings[name] = (value,)
-            elif value is not None:
-                settings[name] = tuple(value)
-            elif name in settings:
-                settings[name] = ()
+            if name in settings:
+                value = () if settings[name] is None else settings[name]
+                single = isinstance(value, str) or not isinstance(value, Iterable)
+                settings[name] = (value,) if single else tuple(value)
         current = {} if base is None else {name: getattr(base, name) for name in known}
         return cls(**{**current, **settings})
 
     def __post_init__(self) -> None:
         whole = {
-            "max_new_tokens": (0, None),
-            "min_new_tokens": (0, None),
-            "top_k": (0, None),
+            "max_new_tokens": (0, LARGEST),
+            "min_new_tokens": (0, LARGEST),
+            "top_k": (0, LARGEST),
             "num_beams": (1, MAX_BEAMS),
-            "n": (1, None),
-            "seed": (0, 2**63 - 1),
+            "n": (1, MAX_ANSWERS),
+            "seed": (0, LARGEST),
             "logprobs": (0, MAX_LOGPROBS),
             "prompt_logprobs": (0, MAX_LOGPROBS),
         }
@@ -95,31 +96,33 @@ class GenerationConfig:
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
-                raise _refuse(name, value, f"a whole number from {low}" + (f" to {high}" if high else ""))
+            if type(value) is not int or not low <= value <= high:
+                raise _refuse(name, value, f"a whole number from {low} to {high}")
         real = {
-            "temperature": (0.0, math.inf),
+            "temperature": (0.0, MAX_TEMPERATURE),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
             "repetition_penalty": (1e-3, 1e3),
-            "length_penalty": (-math.inf, math.inf),
+            "length_penalty": (-50.0, 50.0),  # a window to this power is still a float
         }
         for name, (least, most) in real.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
                 raise _refuse(name, value, "a finite number")
             if not least <= value <= most:
                 raise _refuse(name, value, f"between {least:g} and {most:g}")
-        if self.early_stopping not in (True, False, "never"):
+        if type(self.ignore_eos) is not bool:
+            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise _refuse("early_stopping", self.early_stopping, 'true, false or "never"')
         if self.over_window not in ("refuse", "cut"):
             raise _refuse("over_window", self.over_window, '"refuse" or "cut"')
-        if not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise _refuse("stop", self.stop, "one or more strings that are not empty")
+        if not isinstance(self.stop_ids, tuple) or not all(type(i) is int and i >= 0 for i in self.stop_ids):
+            raise _refuse("stop_ids", self.stop_ids, "whole numbers from 0")
         if len(self.stop_ids) >= MAX_STOP_IDS:
             raise _refuse("stop_ids", self.stop_ids, f"at most {MAX_STOP_IDS - 1} ids")
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in self.stop_ids):
-            raise _refuse("stop_ids", self.stop_ids, "whole numbers from 0")
         self._check_together()
 
     def _check_together(self) -> None:

@@ -8,6 +8,8 @@ from typing import Literal
 from bluejay.config.model import DTYPES
 from bluejay.errors import ConfigError
 
+BACKENDS = ("eager",)
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -43,14 +45,20 @@ class RunConfig:
             raise _refuse("model", self.model, "a name, a directory or a hub id")
         if self.dtype not in ("", *DTYPES):
             raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        if self.context < 0:
+        if type(self.context) is not int or self.context < 0:
             raise _refuse("context", self.context, "0 (the whole window) or a number of tokens")
-        if self.max_rows < 1:
-            raise _refuse("max_rows", self.max_rows, "at least 1")
+        if type(self.max_rows) is not int or self.max_rows < 1:
+            raise _refuse("max_rows", self.max_rows, "a whole number from 1")
         for name in ("prefill_buckets", "batch_buckets"):
             buckets = getattr(self, name)
-            if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-                raise _refuse(name, buckets, "ascending whole numbers from 1")
+            whole = isinstance(buckets, tuple) and buckets and all(type(b) is int and b >= 1 for b in buckets)
+            if not whole or list(buckets) != sorted(set(buckets)):
+                raise _refuse(name, buckets, "a tuple of ascending whole numbers from 1")
+        if self.backend not in BACKENDS:
+            raise _refuse("backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        for name in ("strict", "verify", "offline"):
+            if type(getattr(self, name)) is not bool:
+                raise _refuse(name, getattr(self, name), "true or false")
 
 
 def _refuse(name: str, value: object, rule: str) -> ConfigError:

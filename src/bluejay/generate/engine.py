@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bluejay.build import Built, build
-from bluejay.config import GenerationConfig, RunConfig
+from bluejay.config import MAX_STOP_IDS, GenerationConfig, RunConfig
 from bluejay.errors import BluejayError, RequestError
 from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
@@ -169,6 +169,10 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     done: dict[int, Completion] = field(default_factory=dict)
     first_token: float | None = None
+    expected: int = 0  # answers to come; fewer than asked only where the vocabulary has no more beams to give
+
+    def __post_init__(self) -> None:
+        self.expected = self.config.n
 
     @property
     def answers(self) -> list[Answer]:
@@ -176,7 +180,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return len(self.done) == self.config.n
+        return len(self.done) == self.expected
 
     def finish(self, index: int, completion: Completion, text: str) -> None:
         """Answer number `index` is complete; `text` is its last piece."""
@@ -280,11 +284,11 @@ class Engine:
 
     def collect(self, request: Request) -> Generation:
         """The finished request's answers."""
-        assert request.finished, f"{len(request.done)} of {request.config.n} answers are done"
+        assert request.finished, f"{len(request.done)} of {request.expected} answers are done"
         return Generation(
             prompt_ids=request.prompt_ids,
             seed=request.seed,
-            completions=tuple(request.done[i] for i in range(request.config.n)),
+            completions=tuple(request.done[i] for i in range(request.expected)),
             prompt_logprobs=tuple(request.prompt_logprobs) if request.config.prompt_logprobs is not None else None,
             first_token_seconds=None if request.first_token is None else request.first_token - request.submitted,
         )
@@ -295,7 +299,7 @@ class Engine:
             answers = request.answers
             self._scheduler.withdraw(set(answers))
             self._release([a for a in answers if a.row >= 0])
-            for index in range(request.config.n):
+            for index in range(request.expected):
                 if index not in request.done:
                     request.finish(index, self._completion(answers[index], "cancelled"), "")
 
@@ -326,6 +330,13 @@ class Engine:
             seed=secrets.randbits(62) if config.seed is None else config.seed,
             submitted=time.perf_counter(),
         )
+        if len(request.stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                asked=f"{len(config.stop_ids)} stop_ids",
+                found=f"{len(request.stop_ids)} with the checkpoint's {len(self._eos_ids(config))} ends of text",
+                rule=f"a row watches for at most {MAX_STOP_IDS} ids",
+                fix="give fewer, or set ignore_eos",
+            )
         if config.num_beams > self.max_rows:
             raise RequestError(
                 asked=f"num_beams={config.num_beams}",
@@ -587,7 +598,9 @@ class Engine:
         move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
         self.figures.new_tokens += 1
         if move.done:
-            for rank, best in enumerate(beams.results()):
+            results = beams.results()
+            request.expected = len(results)
+            for rank, best in enumerate(results):
                 text, _ = self._text_of(best.ids, request)
                 reason = self._stop_id_reason(best.ids[-1], request) if best.reason == "eos" else best.reason
                 request.finish(rank, Completion(text, best.ids, reason, score=best.score), text)
