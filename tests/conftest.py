@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+# A deadline per example is an assertion on seconds, which a busy machine breaks.
+settings.register_profile("bluejay", deadline=None)
+settings.load_profile("bluejay")
 
 # Tiny tensors gain nothing from threads, and tests never reach for a network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

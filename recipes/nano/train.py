@@ -2,7 +2,7 @@
 
     python recipes/nano/train.py --data ../shared/data/text --out build/nano
 
-One seed, about an hour on two cores with bf16 instructions. State is saved every few minutes; run the same command
+One seed, about half an hour on two idle cores with bf16 instructions. State is saved every few minutes; run the same command
 again to go on after an interruption. The result is a Hugging Face checkpoint directory.
 """
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with simple_train.txt, simple_core_valid.txt")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=16, help="windows per update")
     parser.add_argument("--micro-batch", type=int, default=8, help="windows at once")
     parser.add_argument("--seed", type=int, default=1)

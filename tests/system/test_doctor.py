@@ -168,7 +168,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 
 def test_a_pipe_closed_before_the_last_flush_is_quiet() -> None:
     """Catches the interpreter's own complaint about output that nobody took, on its way out."""
-    process = subprocess.Popen([*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_program("print('a line that stays in the buffer until the end')")
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
