@@ -37,7 +37,8 @@ def run_program(body: str, argv: Sequence[str]) -> subprocess.CompletedProcess[s
 
 
 def start_program(body: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(program(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # as users have it
+    return subprocess.Popen(program(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered)
 
 
 def test_doctor_measures_and_says_what_is_there(tmp_path: Path) -> None:
