@@ -74,8 +74,9 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         over_window=over_window,
     )
+    has_prompt = prompt is not None or file is not None
+    _check_together(config, has_prompt=has_prompt, interactive=interactive, json=json, echo=echo)
     text = None if interactive else _read_prompt(prompt, file)
-    _check_output(config, json, interactive)
 
     import bluejay
 
@@ -143,16 +144,26 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         ) from None
 
 
-def _check_output(config: GenerationConfig, json: bool, interactive: bool) -> None:
+def _check_together(config: GenerationConfig, *, has_prompt: bool, interactive: bool, json: bool, echo: bool) -> None:
+    """Refuse options that would be dropped because of others."""
     if not json and (config.logprobs is not None or config.prompt_logprobs is not None):
         raise RequestError(
             asked="log-probabilities", found="text output", rule="text has no place for them", fix="add --json"
         )
-    if interactive and (json or config.n > 1):
+    if json and echo:
         raise RequestError(
-            asked="--interactive with " + ("--json" if json else f"--n {config.n}"),
+            asked="--json with --echo",
+            found="an object that holds the prompt",
+            rule="the prompt is in its own field",
+            fix="leave --echo out",
+        )
+    given = {"a prompt": has_prompt, "--json": json, "--echo": echo, f"--n {config.n}": config.n > 1}
+    clashes = [name for name, is_given in given.items() if is_given]
+    if interactive and clashes:
+        raise RequestError(
+            asked=f"--interactive with {', '.join(clashes)}",
             found="a conversation of single lines",
-            rule="each turn is one answer, as text",
+            rule="each turn is a line that you write and one answer, as text",
             fix="leave one of them out",
         )
 
