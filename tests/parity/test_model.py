@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bluejay.config import ModelConfig
-from bluejay.models import GPTJ, KVCache, positions_from_mask, rotary_phases, rotate
+from bluejay.models import GPTJ, KVCache, Where, positions_from_mask, rotary_phases, rotate
 
 TOLERANCE = 1e-4
 
@@ -118,8 +118,8 @@ def test_scores_do_not_overflow_in_fp16(tiny_config: ModelConfig) -> None:
     x[..., 0] = 1.0
     x[0, 0, 1], x[0, 1, 1] = 2.0, 4.0
     positions = torch.tensor([[0, 0]])  # equal phases, so equal keys
-    visible = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    mixed = attention(x, positions, rotary_phases(positions, 64), visible, None)
+    where = Where(positions, *rotary_phases(positions, 64), torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    mixed = attention(x, where, None)
     torch.testing.assert_close(mixed, torch.full_like(mixed, 3.0))
 
 

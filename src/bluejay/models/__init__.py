@@ -1,8 +1,19 @@
 """GPT-J as eager modules, its cache, and its costs."""
 
 from bluejay.models import costs
-from bluejay.models.gptj import GPTJ, positions_from_mask, rotary_phases, rotate
-from bluejay.models.kv_cache import KVCache
+from bluejay.models.gptj import GPTJ, Block, Where, positions_from_mask, rotary_phases, rotate
+from bluejay.models.kv_cache import KVCache, LayerCache
 from bluejay.models.vocab import resize_vocab
 
-__all__ = ["GPTJ", "KVCache", "costs", "positions_from_mask", "resize_vocab", "rotary_phases", "rotate"]
+__all__ = [
+    "GPTJ",
+    "Block",
+    "KVCache",
+    "LayerCache",
+    "Where",
+    "costs",
+    "positions_from_mask",
+    "resize_vocab",
+    "rotary_phases",
+    "rotate",
+]

@@ -13,12 +13,14 @@ Source: Wang and Komatsuzaki 2021 (GPT-J-6B); Su et al. 2021 (rotary embedding).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bluejay.config import ModelConfig
-from bluejay.models.kv_cache import KVCache
+from bluejay.models.kv_cache import KVCache, LayerCache
 
 _TANH_GELU = nn.GELU(approximate="tanh")
 _ACTIVATIONS = {
@@ -59,33 +61,50 @@ def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
+class Where(NamedTuple):
+    """Where the new tokens stand, the same for all layers.
+
+    Shapes:
+        positions: [B, T] int64   cos, sin: [B, 1, T, R/2] fp32
+        visible: [B, 1, T, S] bool, the keys that each query may see; None means all before it
+    """
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+    visible: Tensor | None
+
+    @property
+    def phases(self) -> tuple[Tensor, Tensor]:
+        return self.cos, self.sin
+
+
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer, self.n_head, self.dropout = layer, config.n_head, config.attn_pdrop
+        self.n_head, self.dropout = config.n_head, config.attn_pdrop
         self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.out_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, phases: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, where: Where, cache: LayerCache | None) -> Tensor:
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # [B, H, T, D]
 
-        q = rotate(heads(self.q_proj(x)), phases)
-        k = rotate(heads(self.k_proj(x)), phases)
+        q = rotate(heads(self.q_proj(x)), where.phases)
+        k = rotate(heads(self.k_proj(x)), where.phases)
         v = heads(self.v_proj(x))
         if cache is not None:
-            k, v = cache.write(self.layer, k, v, positions)  # [B, H, S, D]
-            # Slots beyond a row's length may hold anything, even NaN, and 0 * NaN is NaN: blank them before use.
-            slots = torch.arange(k.shape[2], device=x.device)
-            unused = (slots >= cache.lengths[:, None])[:, None, :, None]
-            k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
+            k, v = cache.write(k, v, where.positions)  # [B, H, S, D]
         # Scores are scaled and accumulated in fp32 inside the kernel, so fp16 cannot overflow.
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, dropout_p=self.dropout if self.training else 0.0
+            q,
+            k,
+            v,
+            attn_mask=where.visible,
+            is_causal=where.visible is None,
+            dropout_p=self.dropout if self.training else 0.0,
         )
         return self.out_proj(mixed.transpose(1, 2).flatten(2))  # [B, T, E]
 
@@ -102,18 +121,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.resid_pdrop)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, phases: tuple[Tensor, Tensor], visible: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, where: Where, cache: LayerCache | None) -> Tensor:
         normed = self.ln_1(x)
-        return self.drop(self.attn(normed, positions, phases, visible, cache)) + self.drop(self.mlp(normed)) + x
+        return self.drop(self.attn(normed, where, cache)) + self.drop(self.mlp(normed)) + x
 
 
 class Transformer(nn.Module):
@@ -121,7 +138,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
 
@@ -153,6 +170,14 @@ class GPTJ(nn.Module):
             ids: [B, T] int64   positions: [B, T] int64   last: [B] int64, index into T
             returns: [B, T, V], or [B, V] with `last`
         """
+        where = self.locate(ids, positions, cache)
+        x = self.embed(ids)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, where, None if cache is None else cache.layer(i))
+        return self.logits(x, last)
+
+    def locate(self, ids: Tensor, positions: Tensor | None, cache: KVCache | None) -> Where:
+        """Where the tokens stand and what they may see; a cache's `lengths` grow here."""
         B, T = ids.shape
         causal = positions is None and cache is None
         if positions is None:
@@ -167,12 +192,16 @@ class GPTJ(nn.Module):
         elif not causal:
             visible = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
             visible = visible[:, None]  # [B, 1, T, T]
-        phases = rotary_phases(positions, self.config.rotary_dim)
-        x = self.transformer.drop(self.transformer.wte(ids))  # [B, T, E]
-        for block in self.transformer.h:
-            x = block(x, positions, phases, visible, cache)
+        return Where(positions, *rotary_phases(positions, self.config.rotary_dim), visible)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [B, T] to vectors [B, T, E]."""
+        return self.transformer.drop(self.transformer.wte(ids))
+
+    def logits(self, x: Tensor, last: Tensor | None = None) -> Tensor:
+        """Vectors after the last block [B, T, E] to logits [B, T, V], or of one token per row [B, V]."""
         if last is not None:
-            x = x[torch.arange(B, device=ids.device), last]  # [B, E]
+            x = x[torch.arange(x.shape[0], device=x.device), last]  # [B, E]
         return self.lm_head(self.transformer.ln_f(x))
 
     @torch.no_grad()

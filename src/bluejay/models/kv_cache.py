@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from bluejay.config import ModelConfig
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values, and what it must know to read them.
+
+    Shapes:
+        keys, values: [B, H, 1 + S, D]   lengths: [B], the tokens being written included
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+    def write(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values in place; returns all slots in use, with zeros in the others.
+
+        Slots beyond a row's length may hold anything, even NaN, and 0 * NaN is NaN: they are blanked on the way out.
+
+        Shapes:
+            keys, values: [B, H, T, D]   positions: [B, T], -1 for padding   returns: two of [B, H, S, D]
+        """
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        self.keys[rows, :, positions + 1] = keys.transpose(1, 2)
+        self.values[rows, :, positions + 1] = values.transpose(1, 2)
+        keys, values = self.keys[:, :, 1:], self.values[:, :, 1:]
+        slots = torch.arange(keys.shape[2], device=keys.device)
+        unused = (slots >= self.lengths[:, None])[:, None, :, None]
+        return keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
 
 
 class KVCache(nn.Module):
@@ -85,13 +115,6 @@ class KVCache(nn.Module):
             tensor[targets, :, 1 + first_slot : used] = tensor[sources, :, 1 + first_slot : used]
         self.lengths[targets] = self.lengths[sources]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values in place; returns the layer's whole storage without the padding slot.
-
-        Shapes:
-            keys, values: [B, H, T, D]   positions: [B, T], -1 for padding   returns: two of [B, H, S, D]
-        """
-        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-        self.keys[layer][rows, :, positions + 1] = keys.transpose(1, 2)
-        self.values[layer][rows, :, positions + 1] = values.transpose(1, 2)
-        return self.keys[layer][:, :, 1:], self.values[layer][:, :, 1:]
+    def layer(self, index: int) -> LayerCache:
+        """Layer `index`'s share of this cache."""
+        return LayerCache(self.keys[index], self.values[index], self.lengths)
