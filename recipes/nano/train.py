@@ -2,8 +2,8 @@
 
     python recipes/nano/train.py --data ../shared/data/text --out build/nano
 
-One seed, about half an hour on two idle cores with bf16 instructions. State is saved every few minutes; run the same command
-again to go on after an interruption. The result is a Hugging Face checkpoint directory.
+One seed, under half an hour on two idle cores with bf16 instructions. State is saved every few minutes; run the same
+command again to go on after an interruption. The result is a Hugging Face checkpoint directory with its card.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import bluejay
+from bluejay.checkpoint import save_checkpoint
 from bluejay.config import ModelConfig
 from bluejay.models import GPTJ
 
@@ -223,18 +226,21 @@ def main() -> None:
             model.train()
         if args.stop_after is not None and step + 1 >= args.stop_after:
             return
-    finish(model.eval(), tokenizer, args, valid_file)
+    finish(model.eval(), tokenizer, args, train_file, valid_file)
 
 
-def finish(model: GPTJ, tokenizer: Tokenizer, args: argparse.Namespace, valid_file: Path) -> None:
-    """Write the checkpoint directory and the figures for its card."""
-    from safetensors.torch import save_file
+SAMPLES = (
+    ("Once upon a time", 7),
+    ("The old man looked at the sea and", 11),
+    ('"Where are you going?" said the fox.', 13),
+)
 
+CARD = Path(__file__).parent / "card.md"
+
+
+def finish(model: GPTJ, tokenizer: Tokenizer, args: argparse.Namespace, train_file: Path, valid_file: Path) -> None:
+    """Write the checkpoint directory with its model card, and the card's figures as JSON."""
     directory = args.out / "model"
-    directory.mkdir(exist_ok=True)
-    save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(CONFIG.to_hf(), indent=2) + "\n")
-    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONFIG.n_positions,
@@ -243,20 +249,36 @@ def finish(model: GPTJ, tokenizer: Tokenizer, args: argparse.Namespace, valid_fi
         "unk_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (args.out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    save_checkpoint(directory, model.state_dict(), CONFIG, tokenizer_from=args.out, overwrite=True)
+    weights = (directory / "model.safetensors").read_bytes()
+    stream = np.load(args.out / "train_ids.npy", mmap_mode="r")
+    tokens = args.steps * args.batch * CONFIG.n_positions
     figures = {
         "steps": args.steps,
         "batch": args.batch,
-        "context": CONFIG.n_positions,
-        "tokens": args.steps * args.batch * CONFIG.n_positions,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "bits_per_byte_valid": round(bits_per_byte(model, tokenizer, valid_file), 4),
-        "sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
-        "torch": torch.__version__,
         "seed": args.seed,
+        "tokens": tokens,
+        "epochs": tokens / len(stream),
+        "train_tokens": len(stream),
+        "train_mb": train_file.stat().st_size / 1e6,
+        "books": train_file.read_text(encoding="utf-8").count(END_OF_TEXT) + 1,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bits_per_byte_valid": bits_per_byte(model, tokenizer, valid_file),
+        "bytes": len(weights),
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "torch": torch.__version__,
     }
     (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+    engine = bluejay.load(str(directory))
+    samples = []
+    for prompt, seed in SAMPLES:
+        answer = engine.generate(prompt, max_new_tokens=80, temperature=0.8, top_p=0.95, seed=seed)
+        text = (prompt + answer.text).replace("\n", "\n> ")
+        samples.append(f"> {text}\n")
+    card = CARD.read_text(encoding="utf-8").format(**asdict(CONFIG), **figures, samples="\n".join(samples))
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    print(card)
 
 
 if __name__ == "__main__":
