@@ -1,4 +1,5 @@
-"""What people see while a model loads: nothing for the first second, then a bar; warnings at once. All on stderr."""
+"""What people see while a model loads: nothing for the first second, then a bar; warnings at once. All on stderr, and
+the bar only on a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class LoadingDisplay:
         """Show an event of the loading rooms."""
         if event.name == "warning":
             print(f"bluejay: warning: {event.fields['text']}", file=sys.stderr)
-        elif event.name == "load" and not self._quiet:
+        elif event.name == "load" and not self._quiet and sys.stderr.isatty():
             self._advance(event.fields["done_bytes"], event.fields["total_bytes"])
 
     def _advance(self, done_bytes: int, total_bytes: int) -> None:
