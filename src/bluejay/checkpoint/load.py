@@ -35,9 +35,9 @@ class Checkpoint:
     directory: Path
     config: ModelConfig
     dtype: torch.dtype
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo] = dataclasses.field(repr=False)
     warnings: tuple[str, ...]
-    _files: Mapping[str, WeightFile]
+    _files: Mapping[str, WeightFile] = dataclasses.field(repr=False)
 
     @property
     def num_bytes(self) -> int:

@@ -554,7 +554,8 @@ class Engine:
         answer.ids.append(token)
         answer.written += 1
         if scores is not None and request.config.logprobs is not None:
-            answer.logprobs.append(_token_logprob(token, *scores, request.config.logprobs))
+            logprob, values, tokens = scores
+            answer.logprobs.append(_token_logprob(token, logprob, values, tokens, request.config.logprobs))
         reason: StopReason | None = None
         if token in request.stop_ids:
             reason, tail = self._stop_id_reason(token, request), answer.decoder.flush()
