@@ -171,7 +171,7 @@ def _check_fit(names: Mapping[nn.Parameter, list[str]], checkpoint: Checkpoint, 
             and not torch.equal(checkpoint.read(present[0]), checkpoint.read(present[1]))
         ],
     }
-    found = "; ".join(f"{len(list_)} {what}: {listing(list_)}" for what, list_ in differences.items() if list_)
+    found = "; ".join(f"{len(which)} {what}: {listing(which)}" for what, which in differences.items() if which)
     if found:
         raise CheckpointError(
             asked=f"load {checkpoint.directory} into a model with {len(shapes)} parameters",
