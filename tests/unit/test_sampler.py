@@ -155,6 +155,22 @@ def test_equal_logits_at_the_edge_of_top_k(monkeypatch: pytest.MonkeyPatch, top_
     torch.testing.assert_close(ours, theirs, atol=1.5 / NUM_QUANTILES, rtol=0)
 
 
+@pytest.mark.parametrize("top_p", [0.125, 0.25, 0.5, 0.75, 1.0])
+def test_the_edge_of_top_p(monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
+    """Eight equally likely tokens: once exactly top_p of the probability is in, the next token stays out."""
+    logits = torch.zeros(8)
+    ours, theirs = distribution(logits, monkeypatch, top_p=top_p), expected_distribution(logits, 1.0, 0, top_p, 0.0)
+    assert (ours > 0).sum() == (theirs > 0).sum() == top_p * 8
+
+
+@pytest.mark.parametrize("shift", [-50_000.0, 50_000.0])
+def test_large_logits_keep_their_distribution(monkeypatch: pytest.MonkeyPatch, shift: float) -> None:
+    """B-25: exp overflows, or all weights underflow, unless the best score is subtracted first."""
+    logits = torch.tensor([0.0, 1.0, 0.5, 1.5, -1.0]) + shift
+    ours = distribution(logits, monkeypatch, temperature=0.75)
+    torch.testing.assert_close(ours, (logits / 0.75).softmax(-1), atol=1.5 / NUM_QUANTILES, rtol=1e-2)
+
+
 def test_seeds_draw_from_the_distribution() -> None:
     """The same without a patched random number: 40,000 seeds, chi-square over 16 tokens."""
     logits = gaussian(16, scale=1.0)

@@ -42,6 +42,7 @@ class Board(RuleBasedStateMachine):
         present = sorted(self.inside, key=lambda t: t.row)
         leaving = data.draw(st.permutations(present).flatmap(lambda p: st.integers(0, len(p)).map(lambda n: p[:n])))
         for source, target in self.scheduler.release(leaving):
+            assert self.rows[source] not in leaving  # a copy for nothing
             self.rows[target], self.rows[source] = self.rows[source], None
         for tenant in leaving:
             assert tenant.row == -1

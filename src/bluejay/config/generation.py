@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -107,10 +106,8 @@ class GenerationConfig:
         }
         for name, (least, most) in real.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-                raise _refuse(name, value, "a finite number")
-            if not least <= value <= most:
-                raise _refuse(name, value, f"between {least:g} and {most:g}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+                raise _refuse(name, value, f"a number between {least:g} and {most:g}")
         if type(self.ignore_eos) is not bool:
             raise _refuse("ignore_eos", self.ignore_eos, "true or false")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
