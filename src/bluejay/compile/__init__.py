@@ -1,0 +1,29 @@
+"""From a module and fixed shapes to an executable, and the store that keeps executables."""
+
+from bluejay.compile.archive import Difference, ImportReport, export_programs, import_programs
+from bluejay.compile.driver import compile
+from bluejay.compile.executable import Bound, Executable
+from bluejay.compile.fingerprint import Environment, Fingerprint, environment, fingerprint, source_digests
+from bluejay.compile.signature import Signature, SignatureError, TensorSpec
+from bluejay.compile.store import EntryInfo, Store, StoreError
+
+__all__ = [
+    "Bound",
+    "Difference",
+    "EntryInfo",
+    "Environment",
+    "Executable",
+    "Fingerprint",
+    "ImportReport",
+    "Signature",
+    "SignatureError",
+    "Store",
+    "StoreError",
+    "TensorSpec",
+    "compile",
+    "environment",
+    "export_programs",
+    "fingerprint",
+    "import_programs",
+    "source_digests",
+]

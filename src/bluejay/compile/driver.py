@@ -1,0 +1,119 @@
+"""compile(module, examples, spec, store): the one way from a module to an executable."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bluejay.compile import inductor
+from bluejay.compile.executable import Eager, Executable
+from bluejay.compile.fingerprint import environment, fingerprint
+from bluejay.compile.graph import trace
+from bluejay.compile.signature import Signature, TensorSpec, input_names, named_weights
+from bluejay.compile.store import Store, make_entry
+from bluejay.config import CompileSpec
+from bluejay.errors import MachineError
+from bluejay.events import Event, Observer, ignore
+from bluejay.machine import cxx_compiler, how_to_install_compiler
+
+
+def compile(
+    module: nn.Module,
+    example_inputs: Sequence[Tensor],
+    spec: CompileSpec,
+    store: Store | None = None,
+    observe: Observer = ignore,
+    *,
+    device: torch.device | str | None = None,
+    identity: Mapping[str, Any] | None = None,
+    label: str = "",
+) -> Executable:
+    """An executable of `module.forward` at the shapes of `example_inputs`: found in the store, or made and kept there.
+
+    No weight and no input is read: both may be on the meta device. `forward` takes tensors and returns a flat tuple of
+    tensors; it may change inputs in place, and the executable does as well.
+
+    Args:
+        store: where programs are kept; None makes one for this process only.
+        device: where the executable will run; None takes that of the examples (the CPU if they are on meta).
+        identity: what shapes the program besides module, shapes and `spec` (a plan): part of the fingerprint.
+        label: what this is, in words, for lists and progress.
+
+    Raises:
+        MachineError: there is no C++ compiler, and the store does not have the program.
+        ConfigError: the module cannot be compiled as it is written; the message says why.
+    """
+    device = torch.device(device or _device_of(example_inputs))
+    names = input_names(module, len(example_inputs))
+    inputs = tuple(TensorSpec.of(name, tensor) for name, tensor in zip(names, example_inputs, strict=True))
+    if spec.backend == "eager":
+        weights = tuple(TensorSpec.of(name, tensor) for name, tensor in named_weights(module).items())
+        signature = Signature(device.type, weights, inputs, outputs=())
+        return Executable(signature, Eager(module), "", {"label": label, "backend": "eager"}, False, 0.0)
+
+    threads = spec.threads or torch.get_num_threads()
+    compiler = cxx_compiler(spec.cxx)
+    here = environment(device, compiler)
+    wanted = fingerprint(module, inputs, spec, here, device=device.type, threads=threads, identity=identity)
+
+    def build(folder: Path) -> dict[str, Any]:
+        if compiler is None:
+            raise _no_compiler(spec, label)
+        started = time.perf_counter()
+        observe(Event("compile.start", {"label": label, "fingerprint": wanted.digest}))
+        traced = trace(module, example_inputs, names, device.type, spec.blocks)
+        programs = inductor.build(traced, folder, threads, compiler.path, observe)
+        seconds = time.perf_counter() - started
+        observe(Event("compile.done", {"label": label, "fingerprint": wanted.digest, "seconds": seconds}))
+        signature = traced.signature
+        return {
+            "label": label,
+            "backend": spec.backend,
+            "compile_seconds": seconds,
+            "signature": signature,
+            "plan": {
+                "programs": programs,
+                "calls": [[call.program, call.inputs, call.outputs] for call in traced.calls],
+                "returns": traced.returns,
+                "num_values": traced.num_values,
+            },
+            "memory": {
+                "weights_bytes": sum(spec.num_bytes for spec in signature.weights),
+                "inputs_bytes": sum(spec.num_bytes for spec in signature.inputs),
+                "outputs_bytes": sum(spec.num_bytes for spec in signature.outputs),
+                "workspace_bytes_at_most": traced.workspace_bytes,
+            },
+        }
+
+    def load(folder: Path, manifest: Mapping[str, Any]) -> inductor.Chain:
+        plan = manifest["plan"]
+        return inductor.Chain([inductor.load(folder / p["file"], device) for p in plan["programs"]], plan)
+
+    if store is not None:
+        chain, manifest, built = store.obtain(wanted, build, load, observe)
+    else:
+        with tempfile.TemporaryDirectory(prefix="bluejay-") as work:  # what is loaded outlives its file
+            manifest, built = make_entry(wanted, build, Path(work)), True
+            chain = load(Path(work), manifest)
+    signature = Signature.from_dict(manifest["signature"])
+    return Executable(signature, chain, wanted.digest, manifest, built, manifest["compile_seconds"])
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+
+
+def _no_compiler(spec: CompileSpec, label: str) -> MachineError:
+    return MachineError(
+        asked=f"compile {label or 'a program'}",
+        found=f"no working C++ compiler named {spec.cxx}" if spec.cxx else "no C++ compiler on this machine",
+        rule="the inductor back-end writes C++ and needs a compiler to build it",
+        fix=f"install one ({how_to_install_compiler()}), import programs made elsewhere (bluejay cache import), "
+        "or use --backend eager",
+    )

@@ -1,0 +1,111 @@
+"""The back-end that makes native code: one shared library per part, through torch.export and AOTInductor.
+
+Weights are inputs of the programs, so a library holds no data and every fine-tune of one shape shares it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bluejay.compile.graph import Traced
+from bluejay.compile.signature import TensorSpec
+from bluejay.events import Event, Observer
+
+# A program takes its inputs as a list and returns its outputs as a list.
+Program = Callable[[list[Tensor]], list[Tensor]]
+
+
+def options(device: str, threads: int, cxx: str) -> dict[str, Any]:
+    """What we ask of Inductor. A constant here needs no place in a fingerprint: this file's bytes have one."""
+    chosen: dict[str, Any] = {
+        # Copies of weights in another layout would double the memory, and weights are unknown when compiling.
+        "freezing": False,
+        "cpp.threads": threads,
+        "cpp.dynamic_threads": False,  # a fixed number lets small loops stay serial: 8% of a nano step
+        "cpp.cxx": (None, cxx),
+        "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add: 8% of a nano step
+        # The patterns find nothing in a GPT-J step that the loop fusion does not, and cost a second per program.
+        "pattern_matcher": False,
+        "compile_threads": 1,  # no pool of worker processes: a part's kernels are one file
+        # Debug tables are three quarters of a library's bytes.
+        "aot_inductor.enable_line_tables": False,
+        "aot_inductor.enable_frame_pointer": False,
+    }
+    if device != "cpu":
+        chosen["aot_inductor.embed_kernel_binary"] = True  # one file is the whole program
+    return chosen
+
+
+def build(traced: Traced, folder: Path, threads: int, cxx: str, observe: Observer) -> list[dict[str, Any]]:
+    """Write one library per part into `folder`; returns their names and inputs, for the manifest."""
+    import torch._inductor  # two seconds to import, and a program found in the store never needs it
+
+    programs = []
+    for number, part in enumerate(traced.parts):
+        observe(Event("compile.part", {"part": number + 1, "parts": len(traced.parts)}))
+        work = folder / f"part-{number}"
+        work.mkdir()
+        wanted = {**options(traced.signature.device, threads, cxx), "aot_inductor.output_path": str(work)}
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # Inductor's use of torch's own pytree
+            library = Path(str(torch._inductor.aot_compile(part.graph, part.examples, options=wanted)))
+        name = f"program-{number}.so"
+        library.rename(folder / name)
+        # Operations without a C entry point are described in a file that the loader looks for beside the library.
+        with contextlib.suppress(FileNotFoundError):
+            library.with_suffix(".json").rename(folder / f"program-{number}.json")
+        shutil.rmtree(work)
+        inputs = [TensorSpec.of(f"input[{i}]", example) for i, example in enumerate(part.examples)]
+        programs.append({"file": name, "inputs": inputs})
+    return programs
+
+
+def load(path: Path, device: torch.device) -> Program:
+    """The program in a library.
+
+    Raises:
+        RuntimeError: the library cannot be loaded here.
+    """
+    if device.type == "cpu":
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
+    return torch._C._aoti.AOTIModelContainerRunnerCuda(str(path), 1, str(device)).run
+
+
+class Chain:
+    """Programs called one after the other over a table of values: weights, inputs, what the programs make."""
+
+    def __init__(self, programs: Sequence[Program], plan: Mapping[str, Any]) -> None:
+        self._calls = [(programs[number], inputs, outputs) for number, inputs, outputs in plan["calls"]]
+        self._specs = [
+            tuple(map(TensorSpec.from_dict, plan["programs"][number]["inputs"])) for number, _, _ in plan["calls"]
+        ]
+        self._returns = plan["returns"]
+        self._num_values = plan["num_values"]
+
+    def start(self, weights: list[Tensor]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+        """The function of the inputs alone."""
+        checked = False
+
+        def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            nonlocal checked
+            values: list[Any] = [*weights, *inputs]
+            values += [None] * (self._num_values - len(values))
+            for (program, taken, made), specs in zip(self._calls, self._specs, strict=True):
+                arguments = [values[place] for place in taken]
+                if not checked:
+                    for argument, spec in zip(arguments, specs, strict=True):
+                        assert spec.fits(argument), f"a part expects {spec} with strides {spec.stride}"
+                for place, result in zip(made, program(arguments), strict=True):
+                    values[place] = result
+            checked = True
+            return tuple(values[place] for place in self._returns)
+
+        return run

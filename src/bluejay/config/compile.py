@@ -1,0 +1,58 @@
+"""How programs are made: which back-end, and the few choices it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bluejay.errors import ConfigError
+
+COMPILE_BACKENDS = ("inductor", "eager")
+BLOCK_MODES = ("auto", "inline", "shared")
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """What shapes a program besides the module and its inputs.
+
+    Attributes:
+        backend: `inductor` makes native code ahead of time; `eager` runs the module as it is, without a compiler.
+        blocks: `inline` puts all layers into one program; `shared` compiles one layer and calls it for each (builds in
+            a time that does not grow with the number of layers, costs microseconds per layer and call); `auto` takes
+            `shared` from nine layers on.
+        threads: CPU threads a program is made for; 0 takes torch's number at that moment.
+        cxx: the C++ compiler's command; "" takes the first one found.
+        ambient: environment variables that steer torch's compiler, as (name, value) pairs. Only the command line reads
+            the environment; what it finds must be here to be part of the fingerprint.
+    """
+
+    backend: Literal["inductor", "eager"] = "inductor"
+    blocks: Literal["auto", "inline", "shared"] = "auto"
+    threads: int = 0
+    cxx: str = ""
+    ambient: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.backend not in COMPILE_BACKENDS:
+            raise _refuse("backend", self.backend, f"one of {', '.join(COMPILE_BACKENDS)}")
+        if self.blocks not in BLOCK_MODES:
+            raise _refuse("blocks", self.blocks, f"one of {', '.join(BLOCK_MODES)}")
+        if type(self.threads) is not int or self.threads < 0:
+            raise _refuse("threads", self.threads, "0 (torch's number) or a whole number of threads")
+        if not isinstance(self.cxx, str):
+            raise _refuse("cxx", self.cxx, "a command such as g++")
+        pairs = isinstance(self.ambient, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+            for pair in self.ambient
+        )
+        if not pairs or list(self.ambient) != sorted(self.ambient):
+            raise _refuse("ambient", self.ambient, "sorted (name, value) pairs of strings")
+
+
+def _refuse(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(
+        asked=f"a program with {name}={value!r}",
+        found=f"{name}={value!r}",
+        rule=f"{name} must be {rule}",
+        fix=f"set {name}",
+    )
