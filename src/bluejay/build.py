@@ -1,24 +1,66 @@
-"""The only assembler: from a RunConfig to a model with its weights and its tokenizer, ready for an engine."""
+"""The only assembler: from a RunConfig to a model with weights, tokenizer and programs, ready for an engine."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint
+from bluejay.compile import Store, compile
 from bluejay.config import RunConfig
 from bluejay.errors import ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
+from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 
+Program = Callable[..., tuple[Tensor, ...]]
 BUNDLED = Path(__file__).parent / "assets"
+
+
+class Programs:
+    """Gives each step its program: found in the store, or compiled and kept there, with the model's weights bound.
+
+    Attributes:
+        store: where programs are kept; its `compilations` counts those made here.
+        seconds: spent on finding, compiling and binding so far.
+    """
+
+    def __init__(self, run: RunConfig, observe: Observer = ignore) -> None:
+        self.store = Store(Path(run.cache) if run.cache else default_cache_folder())
+        self.seconds = 0.0
+        self._spec = run.compile
+        self._observe = observe
+
+    def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, *, bind: bool = True) -> Program:
+        """The program of `step` for the shapes of `examples`, which are the tensors it will be called with.
+
+        Args:
+            label: what it is for, in words; shown while it is made, and by `bluejay cache list`.
+            bind: give it the step's weights; without, the step may be on the meta device and the program is only made.
+
+        Raises:
+            MachineError: no C++ compiler.
+        """
+        started = time.perf_counter()
+        try:
+            executable = compile(step, examples, self._spec, self.store, label=label, observe=self._observe)
+            return executable.bind(step) if bind else _unbound
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def _unbound(*inputs: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("this program was made for the store and has no weights")
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model on its device, its tokenizer, and the run it was built for.
+    """A model on its device, its tokenizer, its programs, and the run it was built for.
 
     Attributes:
         context: tokens a row may hold.
@@ -28,6 +70,7 @@ class Built:
     run: RunConfig
     model: GPTJ
     tokenizer: Tokenizer
+    programs: Programs
     device: torch.device
     dtype: torch.dtype
     context: int
@@ -65,7 +108,7 @@ def build(run: RunConfig, observe: Observer = ignore) -> Built:
     for warning in warnings:
         observe(Event("warning", {"text": warning}))
     model = model.to(device).eval().requires_grad_(False)
-    return Built(run, model, tokenizer, device, dtype, context, tuple(warnings))
+    return Built(run, model, tokenizer, Programs(run, observe), device, dtype, context, tuple(warnings))
 
 
 def pick_device(name: str) -> torch.device:

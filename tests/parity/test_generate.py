@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bluejay
-from bluejay.build import Built
-from bluejay.config import GenerationConfig, RunConfig
+from bluejay.build import Built, Programs
+from bluejay.config import CompileSpec, GenerationConfig, RunConfig
 from bluejay.errors import RequestError
 from bluejay.generate import Engine, NumericsError
 from bluejay.models import GPTJ
@@ -40,12 +40,14 @@ def make_engine(tiny_model: GPTJ) -> MakeEngine:
     """An engine over the tiny model whose cache starts as NaN; `eos` names the end-of-text ids."""
 
     def make(model: GPTJ = tiny_model, eos: tuple[int, ...] = (), **run: Any) -> Engine:
-        settings = RunConfig(model="tiny", **{"max_rows": 4, "prefill_buckets": (4, 8), **run})
+        run = {"max_rows": 4, "prefill_buckets": (4, 8), "compile": CompileSpec(backend="eager"), **run}
+        settings = RunConfig(model="tiny", **run)
         model.config = bluejay.ModelConfig(**{**_fields(model.config), "eos_token_ids": eos})
         built = Built(
             settings,
             model,
             BytesTokenizer(),  # type: ignore[arg-type]
+            Programs(settings),
             torch.device("cpu"),
             torch.float32,
             settings.context or model.config.n_positions,
@@ -116,9 +118,10 @@ def test_buckets_never_change_the_answer(
         max_rows=max_rows,
         prefill_buckets=tuple(sorted(buckets)),
         batch_buckets=tuple(sorted(batches | {1})),
+        compile=CompileSpec(backend="eager"),
     )
     tokenizer: Any = BytesTokenizer()
-    engine = Engine(Built(run, model, tokenizer, torch.device("cpu"), torch.float32, 32, ()))
+    engine = Engine(Built(run, model, tokenizer, Programs(run), torch.device("cpu"), torch.float32, 32, ()))
     for prompt, result in zip(prompts, engine.generate(prompts, max_new_tokens=5), strict=True):
         ids = list(prompt)
         for _ in range(5):

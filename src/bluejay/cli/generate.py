@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bluejay.cli.loading import LoadingDisplay
+from bluejay.cli.display import Display
+from bluejay.cli.environment import cache_folder, compiler_settings, preferred_compiler
 from bluejay.config import GenerationConfig
 from bluejay.errors import RequestError
 
@@ -45,6 +46,10 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
+    backend: Annotated[str, typer.Option(help="inductor: compiled programs; eager: no compiler needed.")] = "inductor",
+    loop: Annotated[str, typer.Option(help="Steps a call: host, one; device, several; unrolled, all.")] = "host",
+    iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
+    cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
     strict: Annotated[bool, typer.Option(help="A missing tensor is an error.")] = True,
     verify: Annotated[bool, typer.Option(help="Look for NaN weights while loading.")] = True,
     offline: Annotated[bool, typer.Option(help="Never ask the network for a hub id.")] = False,
@@ -81,7 +86,7 @@ def generate(
     import bluejay
 
     warnings: list[str] = []
-    with LoadingDisplay(quiet) as display:
+    with Display(quiet) as display:
 
         def observe(event: Any) -> None:
             if event.name == "warning":
@@ -93,6 +98,12 @@ def generate(
             dtype=dtype or None,
             device=device,
             context=context,
+            backend=backend,
+            ambient=compiler_settings(),
+            cxx=preferred_compiler(),
+            cache=str(cache or cache_folder()),
+            loop=loop,
+            iterations=iterations,
             max_rows=max(config.num_beams, min(config.n, 8)),
             strict=strict,
             verify=verify,
@@ -235,6 +246,8 @@ def _figures_line(engine: Engine, result: Generation) -> str:
         parts.append(f"{sum(len(c.ids) for c in result.completions)} new tokens at {rate:,.0f}/s")
     if result.first_token_seconds is not None:
         parts.append(f"first after {format_seconds(result.first_token_seconds)}")
+    if figures.compile_seconds >= 0.1:
+        parts.append(f"programs {format_seconds(figures.compile_seconds)}")
     parts.append(f"peak memory {format_bytes(peak_memory_bytes())}")
     return "bluejay: " + ", ".join(parts)
 

@@ -68,7 +68,7 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
     """The operations of `module.forward(*examples)`, cut at its layers where `blocks` says so.
 
     Raises:
-        ConfigError: the module makes a constant tensor, or returns something that is no tensor.
+        ConfigError: the module makes a constant tensor with dimensions, or returns something that is no tensor.
     """
     exported, weights, num_inputs = _export(module, examples, device)
     graph = exported.graph
@@ -116,17 +116,34 @@ def _export(module: nn.Module, examples: Sequence[Tensor], device: str) -> tuple
     with torch.no_grad(), tracing(TracingContext(mode)), rewrite:
         exported = torch.export.export(hollow, inputs, strict=False)
     names = []
-    for spec in exported.graph_signature.input_specs:
+    for spec, node in zip(
+        exported.graph_signature.input_specs, exported.graph.find_nodes(op="placeholder"), strict=True
+    ):
         if spec.kind.name in ("PARAMETER", "BUFFER"):
             names.append(str(spec.target))
         elif spec.kind.name != "USER_INPUT":
-            raise ConfigError(
-                asked=f"compile {type(module).__qualname__}",
-                found=f"forward makes the constant tensor {spec.target}",
-                rule="programs hold no data, so that every model of one shape can share them",
-                fix="make it with torch.full or torch.arange, or register it as a buffer",
-            )
+            _write_out(exported.graph, node, exported.constants[str(spec.target)], type(module).__qualname__)
     return exported.graph_module, names, len(inputs)
+
+
+def _write_out(graph: fx.Graph, placeholder: fx.Node, constant: Any, where: str) -> None:
+    """Turn a constant that tracing lifted out of the code back into code. Assigning a number to a slice makes one."""
+    if not isinstance(constant, Tensor) or constant.dim() > 0:
+        raise ConfigError(
+            asked=f"compile {where}",
+            found=f"forward makes the constant tensor {constant}",
+            rule="programs hold no data, so that every model of one shape can share them",
+            fix="make it with torch.full or torch.arange, or register it as a buffer",
+        )
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        made = graph.call_function(
+            torch.ops.aten.full.default,
+            ([], constant.item()),
+            {"dtype": constant.dtype, "device": _value(placeholder).device, "pin_memory": False},
+        )
+    made.meta = {"val": _value(placeholder)}
+    placeholder.replace_all_uses_with(made)
+    graph.erase_node(placeholder)
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:

@@ -1,5 +1,7 @@
 """Configuration as frozen dataclasses: presets, strict parsing, canonical form."""
 
+from bluejay.config.canonical import canonical, canonical_json, digest
+from bluejay.config.compile import CompileSpec
 from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
 from bluejay.config.preset import parse_model, preset, preset_names
@@ -13,9 +15,13 @@ __all__ = [
     "MAX_BEAMS",
     "MAX_LOGPROBS",
     "MAX_STOP_IDS",
+    "CompileSpec",
     "GenerationConfig",
     "ModelConfig",
     "RunConfig",
+    "canonical",
+    "canonical_json",
+    "digest",
     "parse_model",
     "preset",
     "preset_names",

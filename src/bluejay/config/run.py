@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from bluejay.config.compile import CompileSpec
 from bluejay.config.model import DTYPES
 from bluejay.errors import ConfigError
 
-BACKENDS = ("eager",)
+LOOPS = ("host", "device", "unrolled")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class RunConfig:
         max_rows: rows that run at once; more requests wait.
         prefill_buckets: padded prompt-chunk lengths, ascending.
         batch_buckets: padded numbers of rows, ascending; `max_rows` is added.
+        slot_buckets: cache lengths that have programs, ascending; the whole context is added. Empty: a quarter of it.
+        compile: how programs are made.
+        cache: folder of compiled programs; "" is the platform's usual place.
+        loop: how the generation loop closes. "host": one step a call; "device": `iterations` steps a call; "unrolled":
+            the whole answer in one call. All give the same ids.
+        iterations: steps a call of the device loop.
         strict: a missing tensor is an error (False: a missing bias is zero, with a warning).
         verify: look for NaN and infinite weights while loading.
         offline: never ask the network for a hub id.
@@ -35,7 +42,11 @@ class RunConfig:
     max_rows: int = 8
     prefill_buckets: tuple[int, ...] = (16, 64, 256)
     batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
-    backend: Literal["eager"] = "eager"
+    slot_buckets: tuple[int, ...] = ()
+    compile: CompileSpec = field(default_factory=CompileSpec)
+    cache: str = ""
+    loop: Literal["host", "device", "unrolled"] = "host"
+    iterations: int = 8
     strict: bool = True
     verify: bool = True
     offline: bool = False
@@ -49,13 +60,19 @@ class RunConfig:
             raise _refuse("context", self.context, "0 (the whole window) or a number of tokens")
         if type(self.max_rows) is not int or self.max_rows < 1:
             raise _refuse("max_rows", self.max_rows, "a whole number from 1")
-        for name in ("prefill_buckets", "batch_buckets"):
+        for name in ("prefill_buckets", "batch_buckets", "slot_buckets"):
             buckets = getattr(self, name)
-            whole = isinstance(buckets, tuple) and buckets and all(type(b) is int and b >= 1 for b in buckets)
-            if not whole or list(buckets) != sorted(set(buckets)):
+            whole = isinstance(buckets, tuple) and all(type(b) is int and b >= 1 for b in buckets)
+            if not whole or list(buckets) != sorted(set(buckets)) or (not buckets and name != "slot_buckets"):
                 raise _refuse(name, buckets, "a tuple of ascending whole numbers from 1")
-        if self.backend not in BACKENDS:
-            raise _refuse("backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        if not isinstance(self.compile, CompileSpec):
+            raise _refuse("compile", self.compile, "a CompileSpec")
+        if not isinstance(self.cache, str):
+            raise _refuse("cache", self.cache, "a folder's path")
+        if self.loop not in LOOPS:
+            raise _refuse("loop", self.loop, f"one of {', '.join(LOOPS)}")
+        if type(self.iterations) is not int or self.iterations < 1:
+            raise _refuse("iterations", self.iterations, "a whole number from 1")
         for name in ("strict", "verify", "offline"):
             if type(getattr(self, name)) is not bool:
                 raise _refuse(name, getattr(self, name), "true or false")

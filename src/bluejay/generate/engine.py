@@ -11,14 +11,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from bluejay.build import Built, build
-from bluejay.config import MAX_STOP_IDS, GenerationConfig, RunConfig
+from bluejay.build import Built, Program, build
+from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, RunConfig
 from bluejay.errors import BluejayError, RequestError
 from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
@@ -37,8 +37,8 @@ Prompt = str | Sequence[int]
 # weights once. It only steers how prompts are cut into chunks.
 CALL_COST_TOKENS = 32
 CALL_COST_ROWS = 1
-# Slots a decode step looks at are rounded up to this, so that a growing row changes shape rarely.
-SLOT_GRANULE = 64
+# Without a compiler a new shape costs nothing, so a step looks at few more slots than are in use: multiples of this.
+EAGER_SLOTS = 64
 
 
 class NumericsError(BluejayError):
@@ -120,12 +120,21 @@ class Piece:
 
 @dataclass
 class Figures:
-    """What the programs did since the engine was made. Real tokens only: no padding, nothing after an end."""
+    """What the programs did since the engine was made. Real tokens only: no padding, nothing after an end.
+
+    Attributes:
+        prompt_tokens, prefill_seconds: prompt tokens read and the time in prefill programs.
+        new_tokens, decode_seconds: tokens written by decode programs and the time in them.
+        wasted_tokens: tokens that decode programs computed for nobody, because an answer ended inside a call.
+        compile_seconds: finding, compiling and loading programs; in none of the other figures.
+    """
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
     new_tokens: int = 0
     decode_seconds: float = 0.0
+    wasted_tokens: int = 0
+    compile_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -204,11 +213,16 @@ class Engine:
         self.max_rows = run.max_rows
         self._batch_buckets = (*(b for b in run.batch_buckets if b < run.max_rows), run.max_rows)
         self._prefill_buckets = run.prefill_buckets
+        self._compiled = run.compile.backend != "eager"
+        granules = range(EAGER_SLOTS, self.context, EAGER_SLOTS)
+        chosen = run.slot_buckets or (max(EAGER_SLOTS, self.context // 4),)
+        self._slot_buckets = (*(b for b in (chosen if self._compiled else granules) if b < self.context), self.context)
         config = built.model.config
         self._rows = Rows.allocate(self.max_rows, config.vocab_size, built.device)
         self._cache = KVCache(config, self.max_rows, self.context, built.dtype, built.device)
         self._scheduler: Scheduler[Answer] = Scheduler(self.max_rows)
-        self._steps: dict[tuple[Any, ...], GenerationStep] = {}
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._views: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self.figures = Figures()
 
     # ---- the two ways most people use ------------------------------------------------------------------------------
@@ -310,8 +324,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, read one chunk of each unread prompt, write one token of each read one."""
-        for group in self._scheduler.admit():
+        entered = self._scheduler.admit()
+        for group in entered:
             self._enter(group)
+        if any(group[0].row >= 0 and group[0].request.max_new > 1 for group in entered):
+            self._decode_program()  # whoever waits for a compiler waits before the first word, not after it
         reading = [a for a in self._scheduler.rows if a.pending]
         if reading:
             self._prefill(reading)
@@ -328,7 +345,7 @@ class Engine:
             max_new=self._allowed_new_tokens(ids, config),
             stop_ids=tuple(dict.fromkeys((*self._eos_ids(config), *config.stop_ids))),
             seed=secrets.randbits(62) if config.seed is None else config.seed,
-            submitted=time.perf_counter(),
+            submitted=self._clock(),
         )
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise RequestError(
@@ -464,14 +481,15 @@ class Engine:
             targets[row, : len(chunk)] = torch.tensor(following)
             last[row] = len(chunk) - 1
             chunks.append(len(chunk))
-        ranked, greedy = self._variant(answers)
         score = answers[0].request.config.prompt_logprobs is not None
-        step = self._step(PrefillStep, greedy=greedy, ranked=ranked, score=score)
-        # With no cached prefix beyond it, a row's slots up to the end of this chunk are all a query can see.
-        slots = self._slots_for(max(a.filled for a in answers) + width)
+        slots = self._slots_for(max(a.filled + length for a, length in zip(answers, chunks, strict=True)))
         inputs = [t.to(self.built.device) for t in (ids, positions, last, targets)]
+        ranked, greedy = self._variant(answers)
+        program = self._program(
+            PrefillStep, inputs, first, num_rows, slots, {"greedy": greedy, "ranked": ranked, "score": score}
+        )
         started = time.perf_counter()
-        outputs = [t.cpu() for t in step(*inputs, *self._view(first, num_rows, slots))]
+        outputs = [t.cpu() for t in program(*inputs, *self._view(first, num_rows, slots))]
         self.figures.prefill_seconds += time.perf_counter() - started
         self.figures.prompt_tokens += sum(chunks)
         for answer, length in zip(answers, chunks, strict=True):
@@ -519,13 +537,12 @@ class Engine:
         """One call of the decode program over all rows in use; rows that are still reading are idle in it."""
         rows = self._scheduler.rows
         decoding = [a for a in rows if a.decoding]
-        ranked, greedy = self._variant(decoding)
-        step = self._step(DecodeStep, greedy=greedy, ranked=ranked)
-        num_rows = fit(len(rows), self._batch_buckets)
-        slots = self._slots_for(max(len(a.request.prompt_ids) + a.written for a in decoding))
+        ranked, _ = self._variant(rows)
+        program, view = self._decode_program()
         started = time.perf_counter()
-        tokens, *scores = [t.cpu() for t in step(*self._view(0, num_rows, slots))]
+        tokens, *scores = [t.cpu() for t in program(*view)]
         self.figures.decode_seconds += time.perf_counter() - started
+        computed, before = tokens.shape[1] * len(decoding), self.figures.new_tokens
         table = tokens.tolist()
         for answer in decoding:
             if answer.request.beams is None:
@@ -537,13 +554,32 @@ class Engine:
         for answer in decoding:
             if answer.request.beams is not None and answer.sample == 0:
                 self._advance_beams(answer.request, tokens, scores)
+        if not any(a.request.beams for a in decoding):
+            self.figures.wasted_tokens += computed - (self.figures.new_tokens - before)
         self._leave(decoding)
+
+    def _decode_program(self) -> tuple[Program, tuple[Tensor, ...]]:
+        """The decode program for the rows in use, and the tensors to call it with."""
+        rows = self._scheduler.rows
+        run = self.built.run
+        iterations = {"host": 1, "device": run.iterations, "unrolled": self._most_left(rows)}[run.loop]
+        if any(a.request.beams is not None for a in rows):
+            iterations = 1  # the host chooses among beams
+        ranked, greedy = self._variant(rows)
+        num_rows = fit(len(rows), self._batch_buckets)
+        slots = self._slots_for(max(len(a.request.prompt_ids) + a.written for a in rows) + iterations - 1)
+        variant = {"greedy": greedy, "ranked": ranked, "iterations": iterations}
+        return self._program(DecodeStep, [], 0, num_rows, slots, variant), self._view(0, num_rows, slots)
+
+    def _most_left(self, rows: list[Answer]) -> int:
+        """Tokens that the row with most to write still has to write, at least 1."""
+        return max(1, *(a.request.max_new - max(a.written, 1) for a in rows))
 
     def _accept(self, answer: Answer, token: int, scores: list[Tensor] | None) -> None:
         """Take a token into an answer: text, stop strings, stop reason."""
         request = answer.request
         if request.first_token is None:
-            request.first_token = time.perf_counter()
+            request.first_token = self._clock()
         if token == BAD_LOGITS:
             raise NumericsError(
                 asked=f"token {len(answer.ids) + 1} of an answer",
@@ -595,7 +631,7 @@ class Engine:
         if bool((tokens[rows] == BAD_LOGITS).any()):
             self._accept(group[0], BAD_LOGITS, None)
         if request.first_token is None:
-            request.first_token = time.perf_counter()
+            request.first_token = self._clock()
         move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
         self.figures.new_tokens += 1
         if move.done:
@@ -656,17 +692,49 @@ class Engine:
             a.request.config.temperature == 0 for a in answers
         )
 
-    def _step(self, kind: type[GenerationStep], **variant: Any) -> GenerationStep:
-        key = (kind, *sorted(variant.items()))
-        if key not in self._steps:
-            self._steps[key] = kind(self.model, **variant)
-        return self._steps[key]
+    def _program(
+        self,
+        kind: type[GenerationStep],
+        inputs: list[Tensor],
+        first: int,
+        num_rows: int,
+        slots: int,
+        variant: dict[str, Any],
+    ) -> Program:
+        width = inputs[0].shape[1] if inputs else 0
+        key = (kind, num_rows, slots, width, *variant.items())
+        if key not in self._programs:
+            before = self.built.programs.seconds
+            what = f"prefill of {width} tokens" if width else "decode"
+            traits = [name for name, value in variant.items() if value is True] + [
+                f"{name} {value}" for name, value in variant.items() if type(value) is int and value > 1
+            ]
+            label = f"{what}, {num_rows} rows x {slots} slots" + "".join(f", {trait}" for trait in traits)
+            with torch.inference_mode(False):
+                step = kind(self.model, **variant)
+                examples = (*inputs, *self._view(first, num_rows, slots))
+                self._programs[key] = self.built.programs.program(step, examples, label)
+            self.figures.compile_seconds += self.built.programs.seconds - before
+        return self._programs[key]
 
     def _slots_for(self, needed: int) -> int:
-        return min(self.context, -(-needed // SLOT_GRANULE) * SLOT_GRANULE)
+        """Cache slots a step looks at: what rows hold now, or where programs cost time, what they may come to hold."""
+        if self._compiled:
+            needed = max(len(a.request.prompt_ids) + a.request.max_new for a in self._scheduler.rows)
+        return fit(min(needed, self.context), self._slot_buckets)
 
     def _view(self, first: int, num_rows: int, slots: int) -> tuple[Tensor, ...]:
-        return flatten(self._rows.view(first, num_rows), self._cache.view(first, num_rows, slots))
+        """The tensors of a range of rows. Kept, because programs check only tensors they have not seen."""
+        key = (first, num_rows, slots)
+        if key not in self._views:
+            with torch.inference_mode(False):
+                rows, cache = self._rows.view(first, num_rows), self._cache.view(first, num_rows, slots)
+                self._views[key] = flatten(rows, cache)
+        return self._views[key]
+
+    def _clock(self) -> float:
+        """Seconds, without those spent on making programs: compiling is reported apart from running."""
+        return time.perf_counter() - self.figures.compile_seconds
 
 
 def _token_logprob(token: int, logprob: Tensor, values: Tensor, tokens: Tensor, count: int) -> TokenLogprob:
@@ -687,7 +755,8 @@ def load(
     Args:
         dtype: float32, bfloat16 or float16; None keeps the checkpoint's. `torch_dtype` is the older spelling.
         observe: called with progress events and warnings.
-        settings: further fields of `RunConfig`: device, context, max_rows, strict, ...
+        settings: further fields of `RunConfig` (device, context, max_rows, loop, ...) and of `CompileSpec` (backend,
+            threads, ...).
 
     Raises:
         RequestError, ConfigError: an unknown or wrong setting.
@@ -701,7 +770,8 @@ def load(
             rule="both spell the same setting",
             fix="give one of them",
         )
-    known = set(RunConfig.__dataclass_fields__) - {"model", "dtype"}
+    compiling = {f.name for f in fields(CompileSpec)}
+    known = ({f.name for f in fields(RunConfig)} | compiling) - {"model", "dtype"}
     unknown = sorted(set(settings) - known)
     if unknown:
         raise RequestError(
@@ -710,5 +780,7 @@ def load(
             rule=f"the settings are dtype, {', '.join(sorted(known))}",
             fix="correct the name",
         )
-    run = RunConfig(model=str(model), dtype=names[0] or names[1] or "", **settings)
+    chosen = {name: settings.pop(name) for name in compiling & set(settings)}
+    spec = replace(settings.pop("compile", CompileSpec()), **chosen)
+    run = RunConfig(model=str(model), dtype=names[0] or names[1] or "", compile=spec, **settings)
     return Engine(build(run, observe))

@@ -97,8 +97,8 @@ def choose(scores: Tensor, step: Tensor, parameters: Sampling) -> Tensor:
     weights = ordered.double().exp()
     weights = weights / weights.sum(-1, keepdim=True)
     before = weights.cumsum(-1) - weights
-    kept = (before < parameters.top_p[:, None]) & (weights >= parameters.min_p[:, None] * weights[:, :1])
-    kept[:, 0] = True
+    best = torch.arange(ordered.shape[1], device=scores.device) == 0
+    kept = (before < parameters.top_p[:, None]) & (weights >= parameters.min_p[:, None] * weights[:, :1]) | best
     weights = weights.masked_fill(~kept, 0)
     cumulative = weights.cumsum(-1)
     threshold = uniform(parameters.seed, step)[:, None] * cumulative[:, -1:]

@@ -1,6 +1,6 @@
 """What this machine is and can do: processor, memory, devices, compiler, and measured ceilings."""
 
-from bluejay.machine.compiler import Compiler, cxx_compiler
+from bluejay.machine.compiler import Compiler, cxx_compiler, how_to_install_compiler
 from bluejay.machine.describe import Device, MachineReport, Missing, describe, devices
 from bluejay.machine.measure import measure_gemm, measure_read_bandwidth
 from bluejay.machine.processor import (
@@ -8,6 +8,7 @@ from bluejay.machine.processor import (
     available_memory_bytes,
     cpu,
     cpu_features,
+    default_cache_folder,
     peak_memory_bytes,
     total_memory_bytes,
 )
@@ -22,8 +23,10 @@ __all__ = [
     "cpu",
     "cpu_features",
     "cxx_compiler",
+    "default_cache_folder",
     "describe",
     "devices",
+    "how_to_install_compiler",
     "measure_gemm",
     "measure_read_bandwidth",
     "peak_memory_bytes",

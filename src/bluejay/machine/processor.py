@@ -121,3 +121,10 @@ def _sysctl(name: str) -> dict[str, str]:
     output = subprocess.run(["sysctl", name], capture_output=True, text=True, check=False).stdout
     pairs = (line.partition(": ") for line in output.splitlines())
     return {key: value.strip() for key, _, value in pairs}
+
+
+def default_cache_folder() -> Path:
+    """Where this platform keeps what can be made again: the folder of compiled programs, unless another is named."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "bluejay"
+    return Path.home() / ".cache" / "bluejay"
