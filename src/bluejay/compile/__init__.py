@@ -3,7 +3,14 @@
 from bluejay.compile.archive import Difference, ImportReport, export_programs, import_programs
 from bluejay.compile.driver import compile
 from bluejay.compile.executable import Bound, Executable
-from bluejay.compile.fingerprint import Environment, Fingerprint, environment, fingerprint, source_digests
+from bluejay.compile.fingerprint import (
+    Environment,
+    Fingerprint,
+    environment,
+    fingerprint,
+    room_digests,
+    source_digests,
+)
 from bluejay.compile.signature import Signature, SignatureError, TensorSpec
 from bluejay.compile.store import EntryInfo, Store, StoreError
 
@@ -25,5 +32,6 @@ __all__ = [
     "export_programs",
     "fingerprint",
     "import_programs",
+    "room_digests",
     "source_digests",
 ]

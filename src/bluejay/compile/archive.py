@@ -90,7 +90,7 @@ def import_programs(store: Store, file: Path, environment: Environment, sources:
 
     Args:
         environment: this machine's (`environment(device, compiler)`).
-        sources: digests of our own code by room, as in `source_digests`.
+        sources: digests of our own code by room (`room_digests()`).
 
     Raises:
         StoreError: not an archive of ours, or a damaged one; nothing of it is imported then.

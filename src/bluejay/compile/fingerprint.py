@@ -180,6 +180,12 @@ def source_digests(module: nn.Module, package_folder: Path = _PACKAGE_FOLDER) ->
     return digests | {file.name: _digest_of_files({file.name: file}) for file in sorted(files)}
 
 
+def room_digests(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, str]:
+    """SHA-256 of each of our rooms, spelled as in `source_digests`: what the programs of others are compared with."""
+    rooms = {file.parent.name for file in package_folder.glob("*/__init__.py")} | set(GRAPH_ROOMS)
+    return {f"{_PACKAGE}.{room}": _digest_of_folder(package_folder / room) for room in sorted(rooms)}
+
+
 def _source_file(kind: type) -> Path:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if file is None:
