@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,31 +26,26 @@ class Programs:
 
     Attributes:
         store: where programs are kept; its `compilations` counts those made here.
-        seconds: spent on finding, compiling and binding so far.
     """
 
     def __init__(self, run: RunConfig, observe: Observer = ignore) -> None:
         self.store = Store(Path(run.cache) if run.cache else default_cache_folder())
-        self.seconds = 0.0
         self._spec = run.compile
         self._observe = observe
 
-    def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, *, bind: bool = True) -> Program:
+    def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, built: Built) -> Program:
         """The program of `step` for the shapes of `examples`, which are the tensors it will be called with.
+
+        A build without weights gets the program into the store, and nothing that can be called.
 
         Args:
             label: what it is for, in words; shown while it is made, and by `bluejay cache list`.
-            bind: give it the step's weights; without, the step may be on the meta device and the program is only made.
 
         Raises:
             MachineError: no C++ compiler.
         """
-        started = time.perf_counter()
-        try:
-            executable = compile(step, examples, self._spec, self.store, label=label, observe=self._observe)
-            return executable.bind(step) if bind else _unbound
-        finally:
-            self.seconds += time.perf_counter() - started
+        executable = compile(step, examples, self._spec, self.store, self._observe, device=built.device, label=label)
+        return executable.bind(step) if built.has_weights else _unbound
 
 
 def _unbound(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -64,6 +58,7 @@ class Built:
 
     Attributes:
         context: tokens a row may hold.
+        has_weights: false when only programs are wanted and the model is a shape.
         warnings: what the checkpoint made us doubt, by name.
     """
 
@@ -75,10 +70,14 @@ class Built:
     dtype: torch.dtype
     context: int
     warnings: tuple[str, ...]
+    has_weights: bool = True
 
 
-def build(run: RunConfig, observe: Observer = ignore) -> Built:
+def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -> Built:
     """Read a checkpoint and put its model on the device, in evaluation mode.
+
+    Args:
+        weights: false reads no weight: enough to make programs.
 
     Raises:
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
@@ -101,14 +100,16 @@ def build(run: RunConfig, observe: Observer = ignore) -> Built:
     with torch.device("meta"):
         model = GPTJ(config)
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
-    load_weights(model, checkpoint, dtype=dtype, strict=run.strict, verify=run.verify, observe=observe)
+    if weights:
+        load_weights(model, checkpoint, dtype=dtype, strict=run.strict, verify=run.verify, observe=observe)
     warnings = list(checkpoint.warnings)
     if device.type == "cpu" and dtype == torch.float16:
         warnings.append("float16 is slow on most CPUs; bfloat16 computes the same model faster (--dtype bfloat16)")
     for warning in warnings:
         observe(Event("warning", {"text": warning}))
-    model = model.to(device).eval().requires_grad_(False)
-    return Built(run, model, tokenizer, Programs(run, observe), device, dtype, context, tuple(warnings))
+    model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
+    programs = Programs(run, observe)
+    return Built(run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights)
 
 
 def pick_device(name: str) -> torch.device:

@@ -17,6 +17,9 @@ import typer
 
 import bluejay
 from bluejay.cli.arguments import normalize
+from bluejay.cli.bench import bench
+from bluejay.cli.cache import cache
+from bluejay.cli.compile import compile
 from bluejay.cli.doctor import doctor
 from bluejay.cli.generate import generate
 from bluejay.errors import BluejayError
@@ -24,7 +27,10 @@ from bluejay.errors import BluejayError
 # Verb files import torch and the other rooms inside their functions, so that `--help` and mistakes answer at once.
 app = typer.Typer(name="bluejay", add_completion=False, rich_markup_mode=None)
 app.command()(generate)
+app.command()(compile)
 app.command()(doctor)
+app.add_typer(bench)
+app.add_typer(cache)
 
 
 @app.callback(invoke_without_command=True)

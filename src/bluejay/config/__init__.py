@@ -6,6 +6,7 @@ from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
 from bluejay.config.preset import parse_model, preset, preset_names
 from bluejay.config.run import RunConfig
+from bluejay.config.target import Target, load_target
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,9 +20,11 @@ __all__ = [
     "GenerationConfig",
     "ModelConfig",
     "RunConfig",
+    "Target",
     "canonical",
     "canonical_json",
     "digest",
+    "load_target",
     "parse_model",
     "preset",
     "preset_names",

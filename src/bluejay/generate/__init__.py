@@ -12,8 +12,11 @@ from bluejay.generate.engine import (
     Piece,
     Request,
     TokenLogprob,
+    compile_ahead,
     load,
+    run_config,
 )
+from bluejay.generate.runner import Prepared
 from bluejay.generate.sampler import BAD_LOGITS, Sampling, rank_tokens, sample, sub_seed, uniform
 from bluejay.generate.stop import StopMatcher
 
@@ -27,15 +30,18 @@ __all__ = [
     "Hypothesis",
     "NumericsError",
     "Piece",
+    "Prepared",
     "Request",
     "Sampling",
     "StopMatcher",
     "StreamDecoder",
     "TokenLogprob",
+    "compile_ahead",
     "cover",
     "fit",
     "load",
     "rank_tokens",
+    "run_config",
     "sample",
     "sub_seed",
     "uniform",

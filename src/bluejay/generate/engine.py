@@ -17,18 +17,18 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from bluejay.build import Built, Program, build
+from bluejay.build import Built, build
 from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, RunConfig
 from bluejay.errors import BluejayError, RequestError
 from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
 from bluejay.generate.buckets import cover, fit
 from bluejay.generate.detokenizer import StreamDecoder
+from bluejay.generate.runner import RANKED, Prepared, Runner
 from bluejay.generate.sampler import BAD_LOGITS, sub_seed
 from bluejay.generate.scheduler import Scheduler, Slot
-from bluejay.generate.steps import IDLE, DecodeStep, GenerationStep, PrefillStep, Rows, flatten
+from bluejay.generate.steps import IDLE
 from bluejay.generate.stop import StopMatcher
-from bluejay.models import KVCache
 
 StopReason = Literal["eos", "stop_id", "stop", "length", "cancelled"]
 Prompt = str | Sequence[int]
@@ -37,8 +37,6 @@ Prompt = str | Sequence[int]
 # weights once. It only steers how prompts are cut into chunks.
 CALL_COST_TOKENS = 32
 CALL_COST_ROWS = 1
-# Without a compiler a new shape costs nothing, so a step looks at few more slots than are in use: multiples of this.
-EAGER_SLOTS = 64
 
 
 class NumericsError(BluejayError):
@@ -127,6 +125,7 @@ class Figures:
         new_tokens, decode_seconds: tokens written by decode programs and the time in them.
         wasted_tokens: tokens that decode programs computed for nobody, because an answer ended inside a call.
         compile_seconds: finding, compiling and loading programs; in none of the other figures.
+        compilations: programs that were compiled; 0 when all were found.
     """
 
     prompt_tokens: int = 0
@@ -135,6 +134,7 @@ class Figures:
     decode_seconds: float = 0.0
     wasted_tokens: int = 0
     compile_seconds: float = 0.0
+    compilations: int = 0
 
 
 @dataclass(eq=False)
@@ -209,21 +209,23 @@ class Engine:
         self.tokenizer = built.tokenizer
         self.model = built.model
         self.context = built.context
-        run = built.run
-        self.max_rows = run.max_rows
-        self._batch_buckets = (*(b for b in run.batch_buckets if b < run.max_rows), run.max_rows)
-        self._prefill_buckets = run.prefill_buckets
-        self._compiled = run.compile.backend != "eager"
-        granules = range(EAGER_SLOTS, self.context, EAGER_SLOTS)
-        chosen = run.slot_buckets or (max(EAGER_SLOTS, self.context // 4),)
-        self._slot_buckets = (*(b for b in (chosen if self._compiled else granules) if b < self.context), self.context)
-        config = built.model.config
-        self._rows = Rows.allocate(self.max_rows, config.vocab_size, built.device)
-        self._cache = KVCache(config, self.max_rows, self.context, built.dtype, built.device)
+        self.max_rows = built.run.max_rows
+        self._runner = Runner(built)
+        self._rows, self._cache = self._runner.rows, self._runner.cache
         self._scheduler: Scheduler[Answer] = Scheduler(self.max_rows)
-        self._programs: dict[tuple[Any, ...], Program] = {}
-        self._views: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
-        self.figures = Figures()
+        self._figures = Figures()
+
+    @property
+    def figures(self) -> Figures:
+        """What was done since the engine was made."""
+        seconds = self._runner.seconds
+        return replace(
+            self._figures,
+            prefill_seconds=seconds.prefill,
+            decode_seconds=seconds.decode,
+            compile_seconds=seconds.compile,
+            compilations=self.built.programs.store.compilations,
+        )
 
     # ---- the two ways most people use ------------------------------------------------------------------------------
 
@@ -328,7 +330,9 @@ class Engine:
         for group in entered:
             self._enter(group)
         if any(group[0].row >= 0 and group[0].request.max_new > 1 for group in entered):
-            self._decode_program()  # whoever waits for a compiler waits before the first word, not after it
+            self._runner.decode_program(
+                **self._decode_call()
+            )  # whoever waits for a compiler waits before the first word, not after it
         reading = [a for a in self._scheduler.rows if a.pending]
         if reading:
             self._prefill(reading)
@@ -455,7 +459,7 @@ class Engine:
                 runs.append([answer])
         for run in runs:
             done = 0
-            for bucket in cover(len(run), self._batch_buckets, CALL_COST_ROWS):
+            for bucket in cover(len(run), self._runner.batch_buckets, CALL_COST_ROWS):
                 self._prefill_rows(run[done : done + bucket], bucket)
                 done += bucket
         for answer in reading:
@@ -465,7 +469,7 @@ class Engine:
 
     def _prefill_rows(self, answers: list[Answer], num_rows: int) -> None:
         longest = max(len(a.pending) for a in answers)
-        width = cover(longest, self._prefill_buckets, CALL_COST_TOKENS)[0]
+        width = cover(longest, self._runner.prefill_buckets, CALL_COST_TOKENS)[0]
         # Padding rows sit behind the real ones, or before them at the end of the cache; they are idle either way.
         first = min(answers[0].row, self.max_rows - num_rows)
         ids = torch.zeros(num_rows, width, dtype=torch.int64)
@@ -482,16 +486,10 @@ class Engine:
             last[row] = len(chunk) - 1
             chunks.append(len(chunk))
         score = answers[0].request.config.prompt_logprobs is not None
+        ranked, _ = self._variant(answers)
         slots = self._slots_for(max(a.filled + length for a, length in zip(answers, chunks, strict=True)))
-        inputs = [t.to(self.built.device) for t in (ids, positions, last, targets)]
-        ranked, greedy = self._variant(answers)
-        program = self._program(
-            PrefillStep, inputs, first, num_rows, slots, {"greedy": greedy, "ranked": ranked, "score": score}
-        )
-        started = time.perf_counter()
-        outputs = [t.cpu() for t in program(*inputs, *self._view(first, num_rows, slots))]
-        self.figures.prefill_seconds += time.perf_counter() - started
-        self.figures.prompt_tokens += sum(chunks)
+        outputs = self._runner.prefill(first, slots, (ids, positions, last, targets), ranked=ranked, score=score)
+        self._figures.prompt_tokens += sum(chunks)
         for answer, length in zip(answers, chunks, strict=True):
             row = answer.row - first
             answer.pending, answer.filled = answer.pending[length:], answer.filled + length
@@ -537,39 +535,40 @@ class Engine:
         """One call of the decode program over all rows in use; rows that are still reading are idle in it."""
         rows = self._scheduler.rows
         decoding = [a for a in rows if a.decoding]
-        ranked, _ = self._variant(rows)
-        program, view = self._decode_program()
-        started = time.perf_counter()
-        tokens, *scores = [t.cpu() for t in program(*view)]
-        self.figures.decode_seconds += time.perf_counter() - started
-        computed, before = tokens.shape[1] * len(decoding), self.figures.new_tokens
+        call = self._decode_call()
+        tokens, *scores = self._runner.decode(**call)
+        computed, before = tokens.shape[1] * len(decoding), self._figures.new_tokens
         table = tokens.tolist()
         for answer in decoding:
             if answer.request.beams is None:
                 for i, token in enumerate(table[answer.row]):
                     if token == IDLE or self._has_ended(answer):
                         break
-                    self._accept(answer, token, [t[answer.row, i] for t in scores] if ranked else None)
-                    self.figures.new_tokens += 1
+                    self._accept(answer, token, [t[answer.row, i] for t in scores] if call["ranked"] else None)
+                    self._figures.new_tokens += 1
         for answer in decoding:
             if answer.request.beams is not None and answer.sample == 0:
                 self._advance_beams(answer.request, tokens, scores)
         if not any(a.request.beams for a in decoding):
-            self.figures.wasted_tokens += computed - (self.figures.new_tokens - before)
+            self._figures.wasted_tokens += computed - (self._figures.new_tokens - before)
         self._leave(decoding)
 
-    def _decode_program(self) -> tuple[Program, tuple[Tensor, ...]]:
-        """The decode program for the rows in use, and the tensors to call it with."""
+    def _decode_call(self) -> dict[str, Any]:
+        """The arguments of the runner's decode for the rows in use."""
         rows = self._scheduler.rows
         run = self.built.run
         iterations = {"host": 1, "device": run.iterations, "unrolled": self._most_left(rows)}[run.loop]
         if any(a.request.beams is not None for a in rows):
             iterations = 1  # the host chooses among beams
         ranked, greedy = self._variant(rows)
-        num_rows = fit(len(rows), self._batch_buckets)
-        slots = self._slots_for(max(len(a.request.prompt_ids) + a.written for a in rows) + iterations - 1)
-        variant = {"greedy": greedy, "ranked": ranked, "iterations": iterations}
-        return self._program(DecodeStep, [], 0, num_rows, slots, variant), self._view(0, num_rows, slots)
+        held = max(len(a.request.prompt_ids) + a.written for a in rows) + iterations - 1
+        return {
+            "num_rows": fit(len(rows), self._runner.batch_buckets),
+            "slots": self._slots_for(held),
+            "greedy": greedy,
+            "ranked": ranked,
+            "iterations": iterations,
+        }
 
     def _most_left(self, rows: list[Answer]) -> int:
         """Tokens that the row with most to write still has to write, at least 1."""
@@ -633,7 +632,7 @@ class Engine:
         if request.first_token is None:
             request.first_token = self._clock()
         move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
-        self.figures.new_tokens += 1
+        self._figures.new_tokens += 1
         if move.done:
             results = beams.results()
             request.expected = len(results)
@@ -687,59 +686,55 @@ class Engine:
                 needs.append(max(config.logprobs, 1))
             if config.prompt_logprobs is not None and not answer.decoding:
                 needs.append(max(config.prompt_logprobs, 1))
-        sizes = (0, 1, 8, 16, 64, 512)
-        return min(fit(max(needs), sizes), self.model.config.vocab_size), all(
+        return min(fit(max(needs), RANKED), self.model.config.vocab_size), all(
             a.request.config.temperature == 0 for a in answers
         )
 
-    def _program(
-        self,
-        kind: type[GenerationStep],
-        inputs: list[Tensor],
-        first: int,
-        num_rows: int,
-        slots: int,
-        variant: dict[str, Any],
-    ) -> Program:
-        width = inputs[0].shape[1] if inputs else 0
-        key = (kind, num_rows, slots, width, *variant.items())
-        if key not in self._programs:
-            before = self.built.programs.seconds
-            what = f"prefill of {width} tokens" if width else "decode"
-            traits = [name for name, value in variant.items() if value is True] + [
-                f"{name} {value}" for name, value in variant.items() if type(value) is int and value > 1
-            ]
-            label = f"{what}, {num_rows} rows x {slots} slots" + "".join(f", {trait}" for trait in traits)
-            with torch.inference_mode(False):
-                step = kind(self.model, **variant)
-                examples = (*inputs, *self._view(first, num_rows, slots))
-                self._programs[key] = self.built.programs.program(step, examples, label)
-            self.figures.compile_seconds += self.built.programs.seconds - before
-        return self._programs[key]
-
-    def _slots_for(self, needed: int) -> int:
-        """Cache slots a step looks at: what rows hold now, or where programs cost time, what they may come to hold."""
-        if self._compiled:
-            needed = max(len(a.request.prompt_ids) + a.request.max_new for a in self._scheduler.rows)
-        return fit(min(needed, self.context), self._slot_buckets)
-
-    def _view(self, first: int, num_rows: int, slots: int) -> tuple[Tensor, ...]:
-        """The tensors of a range of rows. Kept, because programs check only tensors they have not seen."""
-        key = (first, num_rows, slots)
-        if key not in self._views:
-            with torch.inference_mode(False):
-                rows, cache = self._rows.view(first, num_rows), self._cache.view(first, num_rows, slots)
-                self._views[key] = flatten(rows, cache)
-        return self._views[key]
+    def _slots_for(self, held: int) -> int:
+        planned = max(len(a.request.prompt_ids) + a.request.max_new for a in self._scheduler.rows)
+        return self._runner.slots_for(held, planned)
 
     def _clock(self) -> float:
         """Seconds, without those spent on making programs: compiling is reported apart from running."""
-        return time.perf_counter() - self.figures.compile_seconds
+        return time.perf_counter() - self._runner.seconds.compile
 
 
 def _token_logprob(token: int, logprob: Tensor, values: Tensor, tokens: Tensor, count: int) -> TokenLogprob:
     top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
     return TokenLogprob(token, float(logprob), tuple(top))
+
+
+def run_config(model: str, dtype: str | torch.dtype | None = None, **settings: Any) -> RunConfig:
+    """The RunConfig of these settings; fields of `CompileSpec` are accepted beside its own.
+
+    Raises:
+        RequestError, ConfigError: an unknown or wrong setting.
+    """
+    compiling = {f.name for f in fields(CompileSpec)}
+    known = ({f.name for f in fields(RunConfig)} | compiling) - {"model", "dtype"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise RequestError(
+            asked=f"load with {', '.join(unknown)}",
+            found="no such setting",
+            rule=f"the settings are dtype, {', '.join(sorted(known))}",
+            fix="correct the name",
+        )
+    chosen = {name: settings.pop(name) for name in compiling & set(settings)}
+    spec = replace(settings.pop("compile", CompileSpec()), **chosen)
+    return RunConfig(model=str(model), dtype=str(dtype or "").removeprefix("torch."), compile=spec, **settings)
+
+
+def compile_ahead(built: Built) -> Iterator[Prepared]:
+    """Put every program that a run's requests need into the store; yields each. The build may be without weights.
+
+    Covers all batch, prefill and slot buckets, greedy and sampling. Requests with log-probabilities or beams have
+    programs of their own, made when they are first asked for; so has the unrolled loop.
+
+    Raises:
+        MachineError: no C++ compiler.
+    """
+    return Runner(built).prepare(built.run.iterations if built.run.loop == "device" else 1)
 
 
 def load(
@@ -770,17 +765,5 @@ def load(
             rule="both spell the same setting",
             fix="give one of them",
         )
-    compiling = {f.name for f in fields(CompileSpec)}
-    known = ({f.name for f in fields(RunConfig)} | compiling) - {"model", "dtype"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise RequestError(
-            asked=f"load with {', '.join(unknown)}",
-            found="no such setting",
-            rule=f"the settings are dtype, {', '.join(sorted(known))}",
-            fix="correct the name",
-        )
-    chosen = {name: settings.pop(name) for name in compiling & set(settings)}
-    spec = replace(settings.pop("compile", CompileSpec()), **chosen)
-    run = RunConfig(model=str(model), dtype=names[0] or names[1] or "", compile=spec, **settings)
+    run = run_config(model, names[0] or names[1], **settings)
     return Engine(build(run, observe))

@@ -1,0 +1,113 @@
+"""`bluejay compile`: put every program that a job needs into the store, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bluejay.cli.display import Display
+from bluejay.cli.environment import cache_folder, compiler_settings, preferred_compiler
+
+if TYPE_CHECKING:
+    from bluejay.build import Built
+    from bluejay.config import Target
+
+
+def compile(
+    model: Annotated[str, typer.Argument(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
+    batch: Annotated[int, typer.Option(help="Rows at once, at most.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
+    prefill: Annotated[list[int] | None, typer.Option(help="Prompt-chunk length; may be repeated.")] = None,
+    slots: Annotated[list[int] | None, typer.Option(help="Cache length with own programs; may be repeated.")] = None,
+    loop: Annotated[str, typer.Option(help="The loop to compile for: host or device.")] = "host",
+    iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    blocks: Annotated[str, typer.Option(help="auto, inline (one program), shared (one per kind of layer).")] = "auto",
+    target_file: Annotated[Path | None, typer.Option(help="YAML: the machine to compile for.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
+    offline: Annotated[bool, typer.Option(help="Never ask the network for a hub id.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress.")] = False,
+    json: Annotated[bool, typer.Option(help="Print one JSON object.")] = False,
+) -> None:
+    """Compile all programs for a model and a job; later runs of the same kind start at once."""
+    from bluejay.build import build
+    from bluejay.config import load_target
+    from bluejay.errors import ConfigError
+    from bluejay.generate import compile_ahead, run_config
+
+    if loop == "unrolled":
+        raise ConfigError(
+            asked="programs for the unrolled loop",
+            found="no length of the answer",
+            rule="an unrolled program is made for one length, which only a request has",
+            fix="use --loop host or --loop device, or let the first request compile it",
+        )
+    target = load_target(target_file) if target_file else None
+    buckets = {"prefill_buckets": tuple(sorted(set(prefill))) if prefill else None}
+    buckets |= {"slot_buckets": tuple(sorted(set(slots))) if slots else None}
+    run = run_config(
+        model,
+        dtype or None,
+        context=context,
+        max_rows=batch,
+        device=device,
+        loop=loop,
+        iterations=iterations,
+        offline=offline,
+        blocks=blocks,
+        threads=target.threads if target else 0,
+        cxx=preferred_compiler(),
+        ambient=compiler_settings(),
+        cache=str(cache or cache_folder()),
+        **{name: value for name, value in buckets.items() if value},
+    )
+    with Display(quiet) as display:
+        built = build(run, display, weights=False)
+        if target:
+            _check(target, built)
+        done = []
+        for prepared in compile_ahead(built):
+            done.append(prepared)
+            if not json and not quiet:
+                state = f"compiled in {prepared.seconds:.1f} s" if prepared.was_compiled else "was there"
+                print(f"{prepared.label}: {state}")
+    compilations = sum(p.was_compiled for p in done)
+    seconds = sum(p.seconds for p in done)
+    if json:
+        programs = [dataclasses.asdict(p) for p in done]
+        record = {"programs": programs, "compilations": compilations, "seconds": seconds, "cache": run.cache}
+        print(json_format.dumps(record))
+    elif not quiet:
+        print(f"{len(done)} programs in {run.cache}, {compilations} compiled, {seconds:.1f} s", file=sys.stderr)
+
+
+def _check(target: Target, built: Built) -> None:
+    """Refuse a job that does not fit the target, and a target that this machine cannot compile for."""
+    from bluejay.errors import MachineError
+    from bluejay.machine import cpu_features
+    from bluejay.models import costs
+    from bluejay.units import format_bytes
+
+    if absent := sorted(set(target.cpu_features) - set(cpu_features())):
+        raise MachineError(
+            asked=f"programs for {target.name}",
+            found=f"this machine lacks {', '.join(absent)}",
+            rule="programs are made for the processor they are made on",
+            fix="compile on a machine of that kind and move the programs with bluejay cache export and import",
+        )
+    config, run = built.model.config, built.run
+    weights = costs.weight_bytes(config, built.dtype.itemsize)
+    cache = run.max_rows * built.context * costs.kv_bytes_per_token(config, built.dtype.itemsize)
+    if target.memory_bytes and weights + cache > target.memory_bytes:
+        raise MachineError(
+            asked=f"a job for {target.name} with {format_bytes(target.memory_bytes)} of memory",
+            found=f"{format_bytes(weights)} of weights and {format_bytes(cache)} of cache",
+            rule="weights and cache must fit the target's memory",
+            fix="lower --batch or --context, or choose a smaller --dtype",
+        )
