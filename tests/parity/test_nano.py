@@ -58,7 +58,7 @@ def expected(nano_dir: Path) -> dict[int, list[list[int]]]:
 
 
 def engine_of(nano_dir: Path, max_rows: int) -> Engine:
-    return bluejay.load(str(nano_dir), dtype="float32", max_rows=max_rows)
+    return bluejay.load(str(nano_dir), dtype="float32", max_rows=max_rows, backend="eager")
 
 
 def answers_of(engine: Engine, batch_size: int, **settings: Any) -> list[list[int]]:

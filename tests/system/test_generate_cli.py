@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 import bluejay
 from bluejay.cli import run
 
-COMMAND = (sys.executable, "-m", "bluejay", "generate")
+EAGER = ("--backend", "eager")  # what is tested here does not depend on compiled programs
+COMMAND = (sys.executable, "-m", "bluejay", "generate", *EAGER)
 PROMPT = "Once upon a time"
 Answer = tuple[int, str, str]  # exit code, standard output, standard error
 Cli = Callable[..., Answer]
@@ -41,7 +42,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def call(*arguments: str, stdin: bytes = b"") -> Answer:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         capsys.readouterr()
-        code = run(["generate", *arguments])
+        code = run(["generate", *EAGER, *arguments])
         return (code, *capsys.readouterr())
 
     return call
@@ -50,7 +51,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def engine() -> bluejay.Engine:
     """nano through the Python API, to compare the command line with."""
-    return bluejay.load("nano")
+    return bluejay.load("nano", backend="eager")
 
 
 # ---- what comes out, and where -------------------------------------------------------------------------------------
@@ -145,9 +146,9 @@ def test_a_warning_reaches_both_readers(cli: Cli) -> None:
 
 def test_loading_shows_progress_when_it_takes_long(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of silence on a terminal; a bar, or the blank line it leaves, in a pipe or when quiet."""
-    from bluejay.cli import loading
+    from bluejay.cli import display
 
-    monkeypatch.setattr(loading, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(display, "PATIENCE_SECONDS", 0.0)
     short = (PROMPT, "--max-new-tokens", "1")
     _, out, err = cli(*short)
     assert err.count("\n") == 1
@@ -156,7 +157,7 @@ def test_loading_shows_progress_when_it_takes_long(cli: Cli, monkeypatch: pytest
     assert same == out
     assert "loading weights" in err
     assert cli(*short, "--quiet") == (0, out, "")
-    monkeypatch.setattr(loading, "PATIENCE_SECONDS", 1e9)
+    monkeypatch.setattr(display, "PATIENCE_SECONDS", 1e9)
     assert "loading weights" not in cli(*short)[2]
 
 

@@ -33,7 +33,13 @@ from bluejay.errors import BluejayError, ConfigError
         ("prefill_buckets", [8, 16]),
         ("batch_buckets", 4),
         ("batch_buckets", ("1", "2")),
-        ("backend", "inductor"),
+        ("slot_buckets", (64, 32)),
+        ("slot_buckets", None),
+        ("compile", "eager"),
+        ("cache", None),
+        ("loop", "for"),
+        ("iterations", 0),
+        ("iterations", "8"),
         ("strict", "false"),
         ("verify", 0),
         ("offline", None),
@@ -51,7 +57,9 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize("dtype", ["", "float32", "bfloat16", "float16"])
 def test_right_values_are_kept(dtype: str) -> None:
     """A check that refuses what the documentation promises, or the defaults."""
-    run = RunConfig("some/model", dtype=dtype, context=1, max_rows=1, prefill_buckets=(3,), strict=False)
+    run = RunConfig(
+        "some/model", dtype=dtype, context=1, max_rows=1, prefill_buckets=(3,), slot_buckets=(), strict=False
+    )
     assert (run.dtype, run.context, run.max_rows, run.prefill_buckets, run.strict) == (dtype, 1, 1, (3,), False)
     hash(run)
 
@@ -63,6 +71,7 @@ def test_right_values_are_kept(dtype: str) -> None:
         ({"max_rows": 0}, "max_rows=0"),
         ({"dtype": "int8"}, "int8"),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16 and torch_dtype=bfloat16"),
+        ({"backend": "llvm"}, "llvm"),
         ({"device": "tpu"}, "tpu"),
         ({"device": "cuda:99"}, "cuda:99"),
     ],
