@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,8 +131,11 @@ def _read_archive(file: Path) -> list[tuple[Mapping[str, Any], dict[str, bytes]]
             fix="export it again",
         )
 
+    raw = io.BytesIO(file.read_bytes())  # so that an OSError is the disk's, never a wrong offset in the archive
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(raw) as archive:
+            if any(member.compress_type != zipfile.ZIP_DEFLATED for member in archive.infolist()):
+                raise damaged("it is not packed as an export is")
             index = json.loads(archive.read(INDEX))
             if index["format"] != FORMAT:
                 raise damaged(f"format {index['format']}, this version reads {FORMAT}")
@@ -144,7 +149,9 @@ def _read_archive(file: Path) -> list[tuple[Mapping[str, Any], dict[str, bytes]]
                 entries.append((manifest, contents))
             if strange := sorted(set(archive.namelist()) - expected):
                 raise damaged(f"it holds {strange[0]!r}, which no program names")
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as error:
+    except StoreError as error:
+        raise damaged(error.found) from None
+    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, EOFError, RuntimeError) as error:
         raise damaged(f"it cannot be read ({error})") from None
     for manifest, contents in entries:
         for name, content in contents.items():
