@@ -25,6 +25,9 @@ from bluejay.errors import ConfigError
 # From this many layers on, one program per layer kind builds faster than one program of all layers (measured: about
 # five CPU seconds per program, and one per layer that is written out in it; see docs/decisions/0011).
 SHARED_FROM_LAYERS = 9
+# Links of reused elementwise values before one is stored, and the elements it may have for that to cost nothing.
+_MAX_DUPLICATION = 3
+_SMALL = 4096
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
         inputs=tuple(TensorSpec.of(name, _value(node)) for name, node in zip(names, inputs, strict=True)),
         outputs=tuple(TensorSpec.of(f"output[{i}]", _value(node)) for i, node in enumerate(outputs)),
     )
+    _stop_duplication(graph)
     layers = _layers(module)
     shared = blocks == "shared" or (blocks == "auto" and len(layers) >= SHARED_FROM_LAYERS)
     table = {node: place for place, node in enumerate([node for _, node in used] + inputs)}
@@ -144,6 +148,32 @@ def _write_out(graph: fx.Graph, placeholder: fx.Node, constant: Any, where: str)
     made.meta = {"val": _value(placeholder)}
     placeholder.replace_all_uses_with(made)
     graph.erase_node(placeholder)
+
+
+def _stop_duplication(graph: fx.Graph) -> None:
+    """Give small, often reused intermediate values a buffer of their own.
+
+    The code generator writes an elementwise value out at each of its uses, so a chain in which every link is used
+    twice (`word ^ (word >> 16)`, as hashes have) doubles its work per link: a quarter of a minute for a sampler's.
+    """
+    depth: dict[fx.Node, int] = {}
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        # Python's operators on integers (`__xor__`) are elementwise without being tagged so.
+        elementwise = torch.Tag.pointwise in node.target.tags or node.target.__name__.startswith("__")
+        if not elementwise and not _is_view(node):
+            continue
+        inherited = max((depth.get(argument, 0) for argument in node.all_input_nodes), default=0)
+        uses = sum(str(user.args).count(f"{node.name},") + str(user.args).count(f"{node.name})") for user in node.users)
+        depth[node] = inherited + (elementwise and uses > 1)
+        value = _value(node)
+        if elementwise and depth[node] >= _MAX_DUPLICATION and value.numel() <= _SMALL and value.is_contiguous():
+            with graph.inserting_after(node):
+                kept = graph.call_function(torch.ops.aten.as_strided.default, (node, value.shape, value.stride()))
+            kept.meta = dict(node.meta)
+            node.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
+            depth[kept] = 0
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
