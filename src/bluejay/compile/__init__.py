@@ -3,7 +3,7 @@
 from bluejay.compile.archive import Difference, ImportReport, export_programs, import_programs
 from bluejay.compile.driver import compile
 from bluejay.compile.executable import Bound, Executable
-from bluejay.compile.fingerprint import (
+from bluejay.compile.fingerprinting import (
     Environment,
     Fingerprint,
     environment,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bluejay.compile.fingerprint import Environment, Fingerprint
+from bluejay.compile.fingerprinting import Environment, Fingerprint
 from bluejay.compile.store import MANIFEST, Store, StoreError, parse_manifest, read_entry, seal
 from bluejay.config import canonical
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bluejay.compile import inductor
 from bluejay.compile.executable import Eager, Executable
-from bluejay.compile.fingerprint import environment, fingerprint
+from bluejay.compile.fingerprinting import environment, fingerprint
 from bluejay.compile.graph import trace
 from bluejay.compile.signature import Signature, TensorSpec, input_names, named_weights
 from bluejay.compile.store import Store, make_entry

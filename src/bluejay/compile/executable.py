@@ -62,12 +62,24 @@ class Bound:
         Raises:
             SignatureError: another number of inputs, or one of another shape, dtype, layout or device.
         """
+        self._check(inputs)
+        return self._run(inputs)
+
+    def repeat(self, count: int, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
+        """`count` device iterations in one call: the program again and again on inputs that it changes in place.
+
+        Raises:
+            SignatureError: as a call.
+        """
+        self._check(inputs)
+        return [self._run(inputs) for _ in range(count)]
+
+    def _check(self, inputs: tuple[Tensor, ...]) -> None:
         # A loop passes the same tensors over and over: those of the last call are not looked at again.
         known = self._checked
         if len(inputs) != len(known) or any(ours is not theirs for ours, theirs in zip(inputs, known, strict=True)):
             self.signature.check_inputs(inputs)
             self._checked = inputs
-        return self._run(inputs)
 
 
 class Eager:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bluejay.compile.fingerprint import Fingerprint
+from bluejay.compile.fingerprinting import Fingerprint
 from bluejay.config import canonical, digest
 from bluejay.errors import BluejayError
 from bluejay.events import Event, Observer, ignore

@@ -1,0 +1,261 @@
+"""Law 8: whatever shapes a program is in its fingerprint, by reflection, minus a short written list."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bluejay
+import bluejay.compile.fingerprinting as room
+from bluejay.compile import Environment, TensorSpec, environment, fingerprint, source_digests
+from bluejay.config import CompileSpec, ModelConfig
+from bluejay.errors import ConfigError
+from bluejay.models import GPTJ
+
+HERE = Environment(
+    system="Linux x86_64",
+    torch="2.13.0 abc",
+    compiler="g++ 12",
+    cpu_features=("avx2", "avx512f"),
+    cpu_capability="AVX512",
+    gpu="",
+    cuda="",
+    triton="",
+)
+INPUTS = (TensorSpec("ids", (1, 8), "int64", (8, 1)),)
+
+
+def key(module: nn.Module, **changes: Any) -> str:
+    arguments: dict[str, Any] = {"inputs": INPUTS, "spec": CompileSpec(), "environment": HERE, "device": "cpu"}
+    arguments |= {"threads": 2, "identity": None, **changes}
+    return fingerprint(module, **arguments).digest
+
+
+@pytest.fixture
+def model(tiny_config: ModelConfig) -> GPTJ:
+    with torch.device("meta"):
+        return GPTJ(tiny_config).eval()
+
+
+def another(value: Any) -> Any:
+    """A value of the same type that differs."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, tuple | list):
+        return type(value)([*value, another(value[-1]) if value else "x"])
+    if value is None:
+        return 0
+    if isinstance(value, torch.dtype):
+        return torch.float16
+    return pytest.fail(f"no other value for {value!r}")
+
+
+def test_same_program_same_key(model: GPTJ, tiny_config: ModelConfig) -> None:
+    """Catches a key that depends on addresses, weights or the time: nothing would ever be found again."""
+    with torch.device("meta"):
+        twin = GPTJ(tiny_config).eval()
+    real = GPTJ(tiny_config).eval()
+    assert key(model) == key(twin) == key(real)
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Environment)])
+def test_every_field_of_the_environment_counts(model: GPTJ, name: str) -> None:
+    """Catches an artifact that outlives torch, the compiler, the processor or the GPU it was made by. B-49."""
+    assert key(model, environment=replace(HERE, **{name: another(getattr(HERE, name))})) != key(model)
+
+
+OTHER_SPEC: dict[str, Any] = {
+    "backend": "eager",
+    "blocks": "shared",
+    "threads": 3,
+    "cxx": "clang++",
+    "ambient": (("TORCHINDUCTOR_MAX_AUTOTUNE", "1"),),
+}
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(CompileSpec)])
+def test_every_field_of_the_spec_counts_unless_exempt(model: GPTJ, name: str) -> None:
+    """Catches a field added to CompileSpec that is not in the key: this test has no value for it. B-47."""
+    changed = key(model, spec=replace(CompileSpec(), **{name: OTHER_SPEC[name]}))
+    assert (changed == key(model)) == (f"CompileSpec.{name}" in room.EXEMPT)
+
+
+def test_threads_and_device_count_as_resolved(model: GPTJ) -> None:
+    """Catches `threads=0` meaning two things under one key."""
+    assert len({key(model), key(model, threads=3), key(model, device="cuda")}) == 3
+
+
+def test_where_variables_point_does_not_count(model: GPTJ) -> None:
+    """Catches a cache that is lost when its folder moves."""
+    assert key(model, spec=CompileSpec(ambient=(("TORCHINDUCTOR_CACHE_DIR", "/a"),))) == key(model)
+
+
+def config_changes(config: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
+    values: dict[str, Any] = {
+        "n_embd": 48,
+        "n_head": 4,
+        "rotary_dim": 4,
+        "activation_function": "relu",
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-6,
+        "dtype": "bfloat16",
+        "eos_token_ids": (1,),
+        "bos_token_id": 1,
+        "n_inner": 96,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1),
+    }
+    for f in fields(ModelConfig):
+        if f.compare:
+            value = values[f.name] if f.name in values else another(getattr(config, f.name))
+            yield f.name, replace(config, **{f.name: value})
+
+
+def test_every_field_of_the_model_config_counts_unless_exempt(tiny_config: ModelConfig, model: GPTJ) -> None:
+    """Catches two models of equal shapes that share a program: rotary_dim, activation, epsilon. B-47."""
+    for name, changed in config_changes(tiny_config):
+        with torch.device("meta"):
+            other = key(GPTJ(changed).eval())
+        assert (other == key(model)) == (f"ModelConfig.{name}" in room.EXEMPT), name
+
+
+def test_every_attribute_of_every_submodule_counts(tiny_config: ModelConfig) -> None:
+    """Catches a number that lives in a module instead of a config, at any depth, training mode included."""
+    with torch.device("meta"):
+        model = GPTJ(tiny_config).eval()
+    base, flipped = key(model), 0
+    for path, module in model.named_modules():
+        for name in set(vars(module)) - set(vars(nn.Module())) | {"training"}:
+            value = getattr(module, name)
+            if name in ("config", "inplace"):  # the config has a test of its own
+                continue
+            setattr(module, name, another(value))
+            assert key(model) != base, f"{path}.{name}"
+            setattr(module, name, value)
+            flipped += 1
+    assert flipped > 50
+    assert key(model) == base
+
+
+def test_shapes_dtypes_strides_and_names_of_inputs_and_weights_count(model: GPTJ) -> None:
+    """Catches a program for one shape, dtype or layout that answers for another. B-51."""
+    spec = INPUTS[0]
+    for name, value in {"name": "x", "shape": (1, 9), "dtype": "int32", "stride": (9, 1)}.items():
+        assert key(model, inputs=(replace(spec, **{name: value}),)) != key(model)
+    assert key(model, inputs=()) != key(model)
+    base = key(model)
+    assert key(model.to(torch.bfloat16)) != base
+
+
+@dataclass(frozen=True)
+class Plan:
+    stages: int = 1
+
+
+def test_identity_counts_at_any_depth(model: GPTJ) -> None:
+    """Catches a plan that shapes the program and is not in its key."""
+    keys = {key(model, identity={"plan": Plan(i), "extra": {"deep": [j]}}) for i in (1, 2) for j in (1, 2)}
+    assert len(keys | {key(model)}) == 5
+
+
+def test_hooks_count(model: GPTJ) -> None:
+    """Catches a forward hook that changes the graph and not the key."""
+    base = key(model)
+    handle = model.transformer.h[0].register_forward_hook(lambda module, arguments, output: output * 2)
+    assert key(model) != base
+    handle.remove()
+    assert key(model) == base
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of our sources that a test may change."""
+    folder = Path(bluejay.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__", "assets")
+    return Path(shutil.copytree(folder, tmp_path / "bluejay", ignore=ignored))
+
+
+@pytest.mark.parametrize("file", ["compile/lowering.py", "compile/inductor.py", "models/gptj.py", "config/model.py"])
+def test_a_byte_of_our_own_code_counts(model: GPTJ, package: Path, file: str) -> None:
+    """Catches a program of yesterday's lowering that answers for today's. B-49."""
+    before = key(model, package_folder=package)
+    assert before == key(model)
+    source = package / file
+    source.write_bytes(source.read_bytes() + b"\n")
+    room._digest_of_folder.cache_clear()
+    assert key(model, package_folder=package) != before
+
+
+def test_code_that_shapes_no_graph_does_not_count(model: GPTJ, package: Path) -> None:
+    """Catches a recompilation of everything because a help text changed."""
+    before = key(model, package_folder=package)
+    (package / "cli" / "main.py").write_text("")
+    room._digest_of_folder.cache_clear()
+    assert key(model, package_folder=package) == before
+
+
+def test_the_file_of_a_class_that_is_not_ours_counts(tmp_path: Path) -> None:
+    """Catches a user's module whose forward changed."""
+
+    def load(code: str) -> nn.Module:
+        file = tmp_path / "theirs.py"
+        file.write_text(code)
+        spec = util.spec_from_file_location("theirs", file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["theirs"] = module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.Step()
+
+    code = "from torch import nn\nclass Step(nn.Module):\n    def forward(self, x):\n        return (x + {},)\n"
+    try:
+        keys = [key(load(code.format(number))) for number in (1, 2)]
+    finally:
+        del sys.modules["theirs"]
+    assert keys[0] != keys[1]
+
+
+def test_an_attribute_without_a_spelling_is_refused() -> None:
+    """Catches an object hashed by its address, or left out in silence."""
+    module = nn.Linear(2, 2)
+    module.helper = object()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="helper"):
+        key(module)
+
+
+def test_the_exempt_list_is_short_and_names_fields_that_exist() -> None:
+    """Catches an exemption that outlives its field, and the list growing into the hand-kept kind. B-47."""
+    known = {f"{kind.__name__}.{f.name}" for kind in (ModelConfig, CompileSpec) for f in fields(kind)}
+    assert known >= room.EXEMPT
+    assert len(room.EXEMPT) <= 6
+
+
+def test_sources_are_those_of_the_rooms_in_use(model: GPTJ) -> None:
+    """Catches a room of graph code that is missing from the digests."""
+    assert {"bluejay.compile", "bluejay.models", "bluejay.config"} <= set(source_digests(model))
+
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x,)
+
+    assert Path(__file__).name in source_digests(Local())
+
+
+def test_this_machine_has_an_environment() -> None:
+    """Catches an environment without processor features, which any other machine would equal."""
+    found = environment(torch.device("cpu"), None)
+    assert found.cpu_features
+    assert found.torch.startswith(torch.__version__)
+    assert found.compiler == ""
