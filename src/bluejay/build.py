@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint
+from bluejay.compile import Bound as Program
 from bluejay.compile import Store, compile
 from bluejay.config import RunConfig
 from bluejay.errors import ConfigError, MachineError
@@ -17,7 +17,8 @@ from bluejay.events import Event, Observer, ignore
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 
-Program = Callable[..., tuple[Tensor, ...]]
+__all__ = ["Built", "Program", "Programs", "build", "pick_device"]
+
 BUNDLED = Path(__file__).parent / "assets"
 
 
@@ -33,10 +34,10 @@ class Programs:
         self._spec = run.compile
         self._observe = observe
 
-    def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, built: Built) -> Program:
+    def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, built: Built) -> Program | None:
         """The program of `step` for the shapes of `examples`, which are the tensors it will be called with.
 
-        A build without weights gets the program into the store, and nothing that can be called.
+        A build without weights gets the program into the store, and None.
 
         Args:
             label: what it is for, in words; shown while it is made, and by `bluejay cache list`.
@@ -45,11 +46,7 @@ class Programs:
             MachineError: no C++ compiler.
         """
         executable = compile(step, examples, self._spec, self.store, self._observe, device=built.device, label=label)
-        return executable.bind(step) if built.has_weights else _unbound
-
-
-def _unbound(*inputs: Tensor) -> tuple[Tensor, ...]:
-    raise AssertionError("this program was made for the store and has no weights")
+        return executable.bind(step) if built.has_weights else None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def decode_loops(
     blocks: Annotated[str, typer.Option(help="auto, inline or shared.")] = "auto",
     json: Annotated[bool, typer.Option(help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the three ways to close the generation loop: host, device, unrolled. Compiles into a folder of its own."""
+    """Compare the three ways to close the generation loop. Compiles into a folder of its own."""
     import bluejay
     from bluejay.config import GenerationConfig
 

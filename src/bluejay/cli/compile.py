@@ -24,8 +24,6 @@ def compile(
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     prefill: Annotated[list[int] | None, typer.Option(help="Prompt-chunk length; may be repeated.")] = None,
     slots: Annotated[list[int] | None, typer.Option(help="Cache length with own programs; may be repeated.")] = None,
-    loop: Annotated[str, typer.Option(help="The loop to compile for: host or device.")] = "host",
-    iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     blocks: Annotated[str, typer.Option(help="auto, inline (one program), shared (one per kind of layer).")] = "auto",
@@ -38,16 +36,8 @@ def compile(
     """Compile all programs for a model and a job; later runs of the same kind start at once."""
     from bluejay.build import build
     from bluejay.config import load_target
-    from bluejay.errors import ConfigError
     from bluejay.generate import compile_ahead, run_config
 
-    if loop == "unrolled":
-        raise ConfigError(
-            asked="programs for the unrolled loop",
-            found="no length of the answer",
-            rule="an unrolled program is made for one length, which only a request has",
-            fix="use --loop host or --loop device, or let the first request compile it",
-        )
     target = load_target(target_file) if target_file else None
     buckets = {"prefill_buckets": tuple(sorted(set(prefill))) if prefill else None}
     buckets |= {"slot_buckets": tuple(sorted(set(slots))) if slots else None}
@@ -57,8 +47,6 @@ def compile(
         context=context,
         max_rows=batch,
         device=device,
-        loop=loop,
-        iterations=iterations,
         offline=offline,
         blocks=blocks,
         threads=target.threads if target else 0,

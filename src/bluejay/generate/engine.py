@@ -24,7 +24,7 @@ from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
 from bluejay.generate.buckets import cover, fit
 from bluejay.generate.detokenizer import StreamDecoder
-from bluejay.generate.runner import RANKED, Prepared, Runner
+from bluejay.generate.runner import RANKED, DecodeCall, Prepared, Runner
 from bluejay.generate.sampler import BAD_LOGITS, sub_seed
 from bluejay.generate.scheduler import Scheduler, Slot
 from bluejay.generate.steps import IDLE
@@ -330,9 +330,8 @@ class Engine:
         for group in entered:
             self._enter(group)
         if any(group[0].row >= 0 and group[0].request.max_new > 1 for group in entered):
-            self._runner.decode_program(
-                **self._decode_call()
-            )  # whoever waits for a compiler waits before the first word, not after it
+            # Whoever waits for a compiler waits before the first word, not after it.
+            self._runner.decode_program(self._decode_call())
         reading = [a for a in self._scheduler.rows if a.pending]
         if reading:
             self._prefill(reading)
@@ -536,7 +535,7 @@ class Engine:
         rows = self._scheduler.rows
         decoding = [a for a in rows if a.decoding]
         call = self._decode_call()
-        tokens, *scores = self._runner.decode(**call)
+        tokens, *scores = self._runner.decode(call)
         computed, before = tokens.shape[1] * len(decoding), self._figures.new_tokens
         table = tokens.tolist()
         for answer in decoding:
@@ -544,7 +543,7 @@ class Engine:
                 for i, token in enumerate(table[answer.row]):
                     if token == IDLE or self._has_ended(answer):
                         break
-                    self._accept(answer, token, [t[answer.row, i] for t in scores] if call["ranked"] else None)
+                    self._accept(answer, token, [t[answer.row, i] for t in scores] if call.ranked else None)
                     self._figures.new_tokens += 1
         for answer in decoding:
             if answer.request.beams is not None and answer.sample == 0:
@@ -553,22 +552,16 @@ class Engine:
             self._figures.wasted_tokens += computed - (self._figures.new_tokens - before)
         self._leave(decoding)
 
-    def _decode_call(self) -> dict[str, Any]:
-        """The arguments of the runner's decode for the rows in use."""
-        rows = self._scheduler.rows
-        run = self.built.run
-        iterations = {"host": 1, "device": run.iterations, "unrolled": self._most_left(rows)}[run.loop]
-        if any(a.request.beams is not None for a in rows):
-            iterations = 1  # the host chooses among beams
+    def _decode_call(self) -> DecodeCall:
+        """How to write the next tokens of the rows in use."""
+        rows, run = self._scheduler.rows, self.built.run
+        chooses_beams = any(a.request.beams is not None for a in rows)  # which the host does, after every token
+        unrolled = self._most_left(rows) if run.loop == "unrolled" and not chooses_beams else 1
+        repeats = run.iterations if run.loop == "device" and not chooses_beams else 1
         ranked, greedy = self._variant(rows)
-        held = max(len(a.request.prompt_ids) + a.written for a in rows) + iterations - 1
-        return {
-            "num_rows": fit(len(rows), self._runner.batch_buckets),
-            "slots": self._slots_for(held),
-            "greedy": greedy,
-            "ranked": ranked,
-            "iterations": iterations,
-        }
+        held = max(len(a.request.prompt_ids) + a.written for a in rows) + unrolled * repeats - 1
+        num_rows = fit(len(rows), self._runner.batch_buckets)
+        return DecodeCall(num_rows, self._slots_for(held), greedy, ranked, unrolled, repeats)
 
     def _most_left(self, rows: list[Answer]) -> int:
         """Tokens that the row with most to write still has to write, at least 1."""
@@ -734,7 +727,7 @@ def compile_ahead(built: Built) -> Iterator[Prepared]:
     Raises:
         MachineError: no C++ compiler.
     """
-    return Runner(built).prepare(built.run.iterations if built.run.loop == "device" else 1)
+    return Runner(built).prepare()
 
 
 def load(

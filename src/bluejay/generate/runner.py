@@ -44,6 +44,25 @@ class Prepared:
     seconds: float
 
 
+@dataclass(frozen=True)
+class DecodeCall:
+    """One call of a decode program over rows 0 to `num_rows`.
+
+    Attributes:
+        greedy: no row samples.
+        ranked: likeliest tokens to return.
+        unrolled: tokens written by one run of the program.
+        repeats: runs of the program before the host looks; rows that have ended are frozen.
+    """
+
+    num_rows: int
+    slots: int
+    greedy: bool
+    ranked: int = 0
+    unrolled: int = 1
+    repeats: int = 1
+
+
 class Runner:
     """Owns what lies on the device.
 
@@ -65,7 +84,7 @@ class Runner:
         granules = range(EAGER_SLOTS, built.context, EAGER_SLOTS)
         chosen = run.slot_buckets or (max(EAGER_SLOTS, built.context // 4),)
         self.slot_buckets = (*(b for b in (chosen if self.compiled else granules) if b < built.context), built.context)
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._programs: dict[tuple[Any, ...], Program | None] = {}
         self._views: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def slots_for(self, held: int, planned: int) -> int:
@@ -80,41 +99,41 @@ class Runner:
         Shapes:
             chunk: ids, positions [B, T], last [B], targets [B, T]; B and T are buckets
         """
-        program = self._prefill_program(first_row, slots, chunk, ranked, score)
+        program = self._bound(self._prefill_program(first_row, slots, chunk, ranked, score))
         started = time.perf_counter()
         inputs = [tensor.to(self.built.device) for tensor in chunk]
         outputs = [t.cpu() for t in program(*inputs, *self._view(first_row, chunk[0].shape[0], slots))]
         self.seconds.prefill += time.perf_counter() - started
         return outputs
 
-    def decode(self, num_rows: int, slots: int, *, greedy: bool, ranked: int, iterations: int) -> list[Tensor]:
-        """One call of the decode program over rows 0 to `num_rows`; returns what `DecodeStep` returns, on the host."""
-        program = self.decode_program(num_rows, slots, greedy=greedy, ranked=ranked, iterations=iterations)
+    def decode(self, call: DecodeCall) -> list[Tensor]:
+        """Run a decode call; returns what `DecodeStep` returns for all its iterations, on the host."""
+        program = self._bound(self.decode_program(call))
         started = time.perf_counter()
-        outputs = [t.cpu() for t in program(*self._view(0, num_rows, slots))]
+        steps = program.repeat(call.repeats, *self._view(0, call.num_rows, call.slots))
+        outputs = [torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True)]
         self.seconds.decode += time.perf_counter() - started
         return outputs
 
-    def decode_program(self, num_rows: int, slots: int, *, greedy: bool, ranked: int, iterations: int) -> Program:
-        """The program that `decode` with these arguments runs, made now if need be."""
-        variant = {"greedy": greedy, "ranked": ranked, "iterations": iterations}
-        label = f"decode, {_rows(num_rows)} x {slots} slots{', greedy' if greedy else ', sampling'}"
-        label += f", {iterations} tokens a call" if iterations > 1 else ""
-        return self._program(DecodeStep, (), (0, num_rows, slots), variant, label)
+    def decode_program(self, call: DecodeCall) -> Program | None:
+        """The program that `decode` runs for this call, made now if need be."""
+        variant = {"greedy": call.greedy, "ranked": call.ranked, "iterations": call.unrolled}
+        label = f"decode, {_rows(call.num_rows)} x {call.slots} slots{', greedy' if call.greedy else ', sampling'}"
+        label += f", {call.unrolled} tokens unrolled" if call.unrolled > 1 else ""
+        return self._program(DecodeStep, (), (0, call.num_rows, call.slots), variant, label)
 
-    def prepare(self, iterations: int) -> Iterator[Prepared]:
+    def prepare(self) -> Iterator[Prepared]:
         """Make every program that requests without log-probabilities and beams can need; yields each when it is there.
 
-        Args:
-            iterations: tokens a call of the decode program.
+        The host and the device loop share their programs; those of the unrolled loop depend on the request.
         """
         store = self.built.programs.store
-        for label, make in self._needed(iterations):
+        for label, make in self._needed():
             before, started = store.compilations, time.perf_counter()
             make()
             yield Prepared(label, store.compilations > before, time.perf_counter() - started)
 
-    def _needed(self, iterations: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    def _needed(self) -> Iterator[tuple[str, Callable[[], object]]]:
         for num_rows, slots in itertools.product(self.batch_buckets, self.slot_buckets):
             where = f"{_rows(num_rows)} x {slots} slots"
             for width in self.prefill_buckets:
@@ -123,12 +142,12 @@ class Runner:
                 make = partial(self._prefill_program, 0, slots, chunk, ranked=0, score=False)
                 yield f"prefill of {width} tokens, {where}", make
             for greedy in (True, False):
-                make = partial(self.decode_program, num_rows, slots, greedy=greedy, ranked=0, iterations=iterations)
-                yield f"decode, {where}, {'greedy' if greedy else 'sampling'}", make
+                call = DecodeCall(num_rows, slots, greedy)
+                yield f"decode, {where}, {'greedy' if greedy else 'sampling'}", partial(self.decode_program, call)
 
     def _prefill_program(
         self, first_row: int, slots: int, chunk: tuple[Tensor, ...], ranked: int, score: bool
-    ) -> Program:
+    ) -> Program | None:
         num_rows, width = chunk[0].shape
         # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
         variant = {"greedy": False, "ranked": ranked, "score": score}
@@ -142,7 +161,7 @@ class Runner:
         where: tuple[int, int, int],
         variant: dict[str, Any],
         label: str,
-    ) -> Program:
+    ) -> Program | None:
         key = (kind, where[1:], *(tuple(t.shape) for t in inputs), *variant.items())
         if key not in self._programs:
             started = time.perf_counter()
@@ -152,6 +171,10 @@ class Runner:
                 self._programs[key] = self.built.programs.program(step, examples, label, self.built)
             self.seconds.compile += time.perf_counter() - started
         return self._programs[key]
+
+    def _bound(self, program: Program | None) -> Program:
+        assert program is not None, "this build has no weights to run with"
+        return program
 
     def _view(self, first_row: int, num_rows: int, slots: int) -> tuple[Tensor, ...]:
         """The tensors of a range of rows. Kept, because programs check only tensors they have not seen."""
