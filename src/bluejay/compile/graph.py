@@ -165,8 +165,7 @@ def _stop_duplication(graph: fx.Graph) -> None:
         if not elementwise and not _is_view(node):
             continue
         inherited = max((depth.get(argument, 0) for argument in node.all_input_nodes), default=0)
-        uses = sum(str(user.args).count(f"{node.name},") + str(user.args).count(f"{node.name})") for user in node.users)
-        depth[node] = inherited + (elementwise and uses > 1)
+        depth[node] = inherited + (elementwise and _num_uses(node) > 1)
         value = _value(node)
         if elementwise and depth[node] >= _MAX_DUPLICATION and value.numel() <= _SMALL and value.is_contiguous():
             with graph.inserting_after(node):
@@ -174,6 +173,14 @@ def _stop_duplication(graph: fx.Graph) -> None:
             kept.meta = dict(node.meta)
             node.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
             depth[kept] = 0
+
+
+def _num_uses(node: fx.Node) -> int:
+    """How often operations take `node`; `x * x` takes x twice."""
+    taken: list[fx.Node] = []
+    for user in node.users:
+        fx.node.map_arg((user.args, user.kwargs), taken.append)
+    return taken.count(node)
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:

@@ -123,8 +123,8 @@ class Store:
             if manifest["fields"] != wanted.fields:
                 raise _damaged("its fields are not those that were asked for")
             loaded = load(folder, manifest)
-        except FileNotFoundError:
-            if folder.is_dir():
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.exists():
                 self._say_broken(folder, "a file is absent", observe)
             return None
         except (StoreError, OSError, RuntimeError) as error:
@@ -252,7 +252,7 @@ class Store:
         gone.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             entry.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _delete(gone)
 
     def _sweep(self) -> None:
         """Delete what writers that were killed left in staging. Those at work hold the lock of their entry."""
@@ -260,7 +260,7 @@ class Store:
             folder = self.folder / name
             for remains in list(folder.iterdir()) if folder.is_dir() else []:
                 with contextlib.suppress(BlockingIOError), self._locked(remains.name.partition(".")[0], wait=False):
-                    shutil.rmtree(remains, ignore_errors=True)  # a lock file goes with the lock
+                    _delete(remains)
 
     @contextlib.contextmanager
     def _locked(self, fingerprint: str, observe: Observer = ignore, *, wait: bool = True) -> Iterator[None]:
@@ -352,6 +352,15 @@ def _damaged(found: str) -> StoreError:
 def _file_record(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder; what cannot be deleted is swept up by a later prune."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _write(target: Path, content: bytes) -> None:
