@@ -12,57 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bluejay
-from bluejay.build import Built, Programs
-from bluejay.config import CompileSpec, GenerationConfig, RunConfig
+from bluejay.config import GenerationConfig
 from bluejay.errors import RequestError
 from bluejay.generate import Engine, NumericsError
 from bluejay.models import GPTJ
 
 PROMPTS = [[5, 9, 33], [7, 1, 2, 60, 13, 22, 8], [3, 3, 41, 17, 25, 50, 4, 9, 11, 30, 56, 20]]
 MakeEngine = Callable[..., Engine]
-
-
-class BytesTokenizer:
-    """Ids are bytes: enough for an engine, which only needs ids to text."""
-
-    special_ids: frozenset[int] = frozenset()
-    eos_id: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token + 32])
-
-
-@pytest.fixture
-def make_engine(tiny_model: GPTJ) -> MakeEngine:
-    """An engine over the tiny model whose cache starts as NaN; `eos` names the end-of-text ids."""
-
-    def make(model: GPTJ = tiny_model, eos: tuple[int, ...] = (), **run: Any) -> Engine:
-        run = {"max_rows": 4, "prefill_buckets": (4, 8), "compile": CompileSpec(backend="eager"), **run}
-        settings = RunConfig(model="tiny", **run)
-        model.config = bluejay.ModelConfig(**{**_fields(model.config), "eos_token_ids": eos})
-        built = Built(
-            settings,
-            model,
-            BytesTokenizer(),  # type: ignore[arg-type]
-            Programs(settings),
-            torch.device("cpu"),
-            torch.float32,
-            settings.context or model.config.n_positions,
-            (),
-        )
-        engine = Engine(built)
-        for tensor in (*engine._cache.keys, *engine._cache.values):
-            tensor.fill_(torch.nan)
-        return engine
-
-    return make
-
-
-def _fields(config: bluejay.ModelConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 def reference(hf: Any, prompt: list[int], **options: Any) -> Any:
@@ -107,21 +63,18 @@ def test_reused_rows_answer_as_fresh_ones(make_engine: MakeEngine) -> None:
     max_rows=st.integers(1, 5),
 )
 def test_buckets_never_change_the_answer(
-    lengths: list[int], buckets: set[int], batches: set[int], max_rows: int
+    engine_of: MakeEngine, lengths: list[int], buckets: set[int], batches: set[int], max_rows: int
 ) -> None:
     """Law 3: chunk and batch buckets are a matter of speed alone."""
     torch.manual_seed(0)
     model = _MODEL
     prompts = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
-    run = RunConfig(
-        "tiny",
+    engine = engine_of(
+        model,
         max_rows=max_rows,
         prefill_buckets=tuple(sorted(buckets)),
         batch_buckets=tuple(sorted(batches | {1})),
-        compile=CompileSpec(backend="eager"),
     )
-    tokenizer: Any = BytesTokenizer()
-    engine = Engine(Built(run, model, tokenizer, Programs(run), torch.device("cpu"), torch.float32, 32, ()))
     for prompt, result in zip(prompts, engine.generate(prompts, max_new_tokens=5), strict=True):
         ids = list(prompt)
         for _ in range(5):

@@ -1,0 +1,87 @@
+"""Law 2 for the engine: compiled programs give the eager engine's ids, in every loop, whatever fills unused slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bluejay.config import CompileSpec, GenerationConfig
+from bluejay.generate import Engine
+
+PROMPTS = [[5, 9, 33], [7, 1, 2, 60, 13, 22, 8], [3, 3, 41, 17, 25, 50, 4, 9, 11, 30, 56, 20]]
+GREEDY = GenerationConfig(max_new_tokens=9)
+SAMPLED = GenerationConfig(max_new_tokens=9, temperature=1.2, top_k=40, top_p=0.95, min_p=0.001, seed=5)
+PENALIZED = GenerationConfig(max_new_tokens=9, temperature=0.9, repetition_penalty=1.4, min_new_tokens=4, seed=8)
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def compiled(make_engine: MakeEngine, program_folder: str) -> MakeEngine:
+    """As `make_engine`, on compiled programs of few shapes, all in one store."""
+
+    def make(**run: Any) -> Engine:
+        few = {"prefill_buckets": (8,), "batch_buckets": (4,), "slot_buckets": (32,), "cache": program_folder}
+        return make_engine(**{**few, "compile": CompileSpec(threads=1), **run})
+
+    return make
+
+
+def ids(engine: Engine, config: GenerationConfig, **settings: Any) -> list[list[tuple[int, ...]]]:
+    return [[c.ids for c in result.completions] for result in engine.generate(PROMPTS, config, **settings)]
+
+
+@pytest.mark.parametrize("config", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
+def test_compiled_ids_equal_eager_ones(compiled: MakeEngine, make_engine: MakeEngine, config: GenerationConfig) -> None:
+    """Laws 2 and 3, B-22, B-51: three unequal prompts in four rows, the cache full of NaN; then again in used rows."""
+    engine = compiled(eos=(44, 9))
+    expected = ids(make_engine(eos=(44, 9)), config)
+    assert ids(engine, config) == expected
+    for tensor in (*engine._cache.keys, *engine._cache.values):
+        tensor.fill_(torch.nan)
+    assert ids(engine, config) == expected
+
+
+def test_compiled_logits_equal_eager_ones(compiled: MakeEngine, make_engine: MakeEngine) -> None:
+    """Law 2: log-probabilities within 1e-4; B-02 in the compiled path, where the head's bias could be lost."""
+    settings: dict[str, Any] = {"logprobs": 8, "prompt_logprobs": 8}
+    for ours, theirs in zip(
+        compiled().generate(PROMPTS, GREEDY, **settings),
+        make_engine().generate(PROMPTS, GREEDY, **settings),
+        strict=True,
+    ):
+        pairs = [*zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or (), strict=True)][1:]
+        pairs += zip(ours.completions[0].logprobs or (), theirs.completions[0].logprobs or (), strict=True)
+        assert len(pairs) == len(ours.prompt_ids) - 1 + 9
+        for one, other in pairs:
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [v for _, v in one.top] == pytest.approx([v for _, v in other.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("loop", ["device", "unrolled"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_all_loops_give_the_same_ids(compiled: MakeEngine, make_engine: MakeEngine, loop: str, backend: str) -> None:
+    """Rows of unequal lengths that end at different tokens inside a call freeze there, and stop strings still cut."""
+    run: dict[str, Any] = {"eos": (44, 9), "loop": loop, "iterations": 4}
+    engine = make_engine(**run) if backend == "eager" else compiled(**run)
+    host = make_engine(eos=(44, 9))
+    for config in (GREEDY, SAMPLED) if loop == "device" else (SAMPLED,):
+        assert ids(engine, config) == ids(host, config)
+        stop = host.generate(PROMPTS[1], config).text[2:4]
+        assert engine.generate(PROMPTS, config, stop=stop) != []
+        for ours, theirs in zip(
+            engine.generate(PROMPTS, config, stop=stop), host.generate(PROMPTS, config, stop=stop), strict=True
+        ):
+            assert (ours.text, ours.ids, ours.stop_reason) == (theirs.text, theirs.ids, theirs.stop_reason)
+    assert engine.idle
+
+
+def test_a_warm_start_compiles_nothing(compiled: MakeEngine) -> None:
+    """The counter that shipping relies on; and figures keep compiling apart from running."""
+    compiled().generate(PROMPTS, GREEDY)
+    again = compiled()
+    again.generate(PROMPTS, GREEDY)
+    assert again.figures.compilations == 0
+    assert again.figures.compile_seconds > 0
