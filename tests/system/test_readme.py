@@ -29,12 +29,19 @@ SETUP = [line for line in COMMANDS if line not in OURS]
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which `bluejay` is this source tree's, run by this Python."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "bluejay").write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m bluejay "$@"\n', encoding="utf-8"
-    )
+    script = f"""#!/bin/sh
+if [ "$1" = generate ]; then set -- "$@" --backend eager; fi
+exec {shlex.quote(sys.executable)} -m bluejay "$@"
+"""
+    (folder / "bluejay").write_text(script, encoding="utf-8")
     (folder / "bluejay").chmod(0o755)
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    return {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": path,
+        "BLUEJAY_CACHE": str(folder / "cache"),
+    }
 
 
 def test_blocks_are_all_of_a_kind_that_is_checked() -> None:
