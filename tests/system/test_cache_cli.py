@@ -501,6 +501,22 @@ def test_no_damage_of_an_archive_gets_in(cli: Cli, folder: Path, tmp_path: Path)
         assert not there.exists()
 
 
+def test_a_program_changed_inside_a_sound_zip_is_refused(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    """Trust in the zip file's own checksum, which whoever packs the archive again writes anew."""
+    file, there = tmp_path / "programs.zip", tmp_path / "there"
+    entry = only(folder)
+    flip_a_byte(entry / "program-0.so")
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bluejay-programs.json", json.dumps({"format": 1, "programs": [entry.name]}))
+        for member in ("manifest.json", "program-0.so"):
+            archive.write(entry / member, f"{entry.name}/{member}")
+    code, out, err = cli("import", file, "--cache", there)
+    assert (code, out) == (1, "")
+    assert "program-0.so" in err
+    assert entry.name[:12] in err
+    assert not there.exists()
+
+
 @pytest.mark.parametrize("name", ["../evil", "/evil", "{entry}/../../evil", "{entry}/evil"])
 def test_a_member_that_no_program_names_is_refused(name: str, cli: Cli, folder: Path, tmp_path: Path) -> None:
     """A file written outside the store, or any that the manifest does not vouch for."""
