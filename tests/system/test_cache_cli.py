@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bluejay.cli import run
-from bluejay.compile import EntryInfo, Fingerprint, Store, compile
+from bluejay.compile import EntryInfo, Fingerprint, Store, compile, export_programs
 from bluejay.compile.store import parse_manifest, seal
 from bluejay.config import CompileSpec, digest
 
@@ -558,11 +558,12 @@ def test_a_manifest_that_names_a_path_is_refused(name: str, cli: Cli, folder: Pa
 
 @pytest.fixture
 def read_only(folder: Path) -> Iterator[Path]:
-    """A store that may be read and not changed, for a user who is not root; where tests run as root, they are not for
+    """A store and beside it its archive, which may be read and not changed, for a user who is not root; where tests run as root, they are not for
     the time being."""
     place = Path(tempfile.mkdtemp(prefix="bluejay-test-"))
     store = Path(shutil.copytree(folder, place / "store"))
-    parts = [place, store, *store.rglob("*")]
+    export_programs(Store(folder), place / "programs.zip")
+    parts = [place, *place.rglob("*")]
     for part in parts:
         part.chmod(0o555 if part.is_dir() else 0o444)
     is_root = os.geteuid() == 0
@@ -587,24 +588,17 @@ def test_a_read_only_store_can_be_looked_at(cli: Cli, read_only: Path) -> None:
         assert out
 
 
-def test_a_read_only_store_stays_as_it_is(
-    cli: Cli, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_read_only_store_stays_as_it_is(cli: Cli, read_only: Path) -> None:
     """A traceback, or code 0, where nothing could be done; a program that is half gone (B-50)."""
-    file = tmp_path / "programs.zip"
-    cli("export", file, "--cache", folder)
-    archive = Path(tempfile.mkdtemp(prefix="bluejay-test-")) / "programs.zip"
-    archive.parent.chmod(0o755)
-    shutil.copy(file, archive)
-    store = request.getfixturevalue("read_only")
+    archive = read_only.parent / "programs.zip"
     for arguments in (["prune", "--max-size", "0"], ["clear", "--yes"], ["import", str(archive)]):
-        code, out, err = cli(*arguments, "--cache", store, "--json")
+        code, out, err = cli(*arguments, "--cache", read_only, "--json")
         assert (code, json.loads(out)["error"]["code"]) == (1, "machine"), err
-        assert str(store) in err
+        assert str(read_only) in err
         assert "Permission denied" in err
-    code, out, err = cli("export", store / "a.zip", "--cache", store, "--json")
+    code, out, err = cli("export", read_only / "a.zip", "--cache", read_only, "--json")
     assert (code, json.loads(out)["error"]["code"]) == (1, "machine")
-    assert [info.problem for info in entries(store)] == [""]
+    assert [info.problem for info in entries(read_only)] == [""]
 
 
 @pytest.mark.parametrize("verb", ["list", "verify", "prune", "clear"])

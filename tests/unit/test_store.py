@@ -158,7 +158,10 @@ def test_another_format_or_a_file_elsewhere_is_a_miss(user: User, entry: Path) -
     assert user.ask()
     rewrite(entry, lambda manifest: manifest["files"].update({"../../secret": {"bytes": 0, "sha256": ""}}))
     assert user.ask()
-    assert len(user.warnings) == 2
+    rewrite(entry, lambda manifest: manifest.pop("label"))
+    assert [info.problem for info in user.store.entries()] == ["its manifest has no label"]
+    assert user.ask()
+    assert len(user.warnings) == 3
 
 
 def test_an_entry_that_cannot_be_loaded_is_made_again(user: User, entry: Path) -> None:
@@ -314,7 +317,7 @@ def test_use_is_remembered_and_the_longest_unused_go_first(user: User) -> None:
     assert (folders["a"] / "manifest.json").read_bytes() == before
     truncate(folders["c"] / "program-0.so")
     size = user.store.entries()[0].num_bytes
-    removed = user.store.prune(2 * size)
+    removed = user.store.prune(2 * size + size // 2)
     assert {info.fingerprint for info in removed} == {wanted("c").digest, wanted("b").digest}
     assert not user.ask(wanted("a"))
     assert not user.ask(wanted("d"))

@@ -89,9 +89,12 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
     )
     _stop_duplication(graph)
     layers = _layers(module)
-    shared = blocks == "shared" or (blocks == "auto" and len(layers) >= SHARED_FROM_LAYERS)
     table = {node: place for place, node in enumerate([node for _, node in used] + inputs)}
-    cut = _cut(graph, layers if shared else frozenset())
+    cut = _cut(graph, layers)
+    # Between what comes before the layers and what comes after; an unrolled loop passes them once per token.
+    num_layers_run = len(cut) - 2
+    if blocks == "inline" or (blocks == "auto" and num_layers_run < SHARED_FROM_LAYERS):
+        cut = _cut(graph, frozenset())
     parts, calls, size = _assemble(exported, cut, table)
     returns = tuple(table[_source(node)] for node in outputs)
     return Traced(signature, parts, calls, returns, size, _workspace_bytes(graph))
@@ -162,8 +165,8 @@ def _stop_duplication(graph: fx.Graph) -> None:
             continue
         # Python's operators on integers (`__xor__`) are elementwise without being tagged so.
         elementwise = torch.Tag.pointwise in node.target.tags or node.target.__name__.startswith("__")
-        if not elementwise and not _is_view(node):
-            continue
+        if (not elementwise and not _is_view(node)) or _changed_argument(node) is not None:
+            continue  # what changes a tensor in place ends in that tensor's own memory
         inherited = max((depth.get(argument, 0) for argument in node.all_input_nodes), default=0)
         depth[node] = inherited + (elementwise and _num_uses(node) > 1)
         value = _value(node)

@@ -33,6 +33,7 @@ from bluejay.events import Event, Observer, ignore
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_REQUIRED = {"fingerprint", "fields", "files", "label", "compile_seconds"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -108,7 +109,7 @@ class Store:
             manifest = make_entry(wanted, build, work)
             self.compilations += 1
             try:
-                folder = self.put(work, manifest)
+                folder = self._put(work, manifest)
             except OSError as error:
                 self._warn(error, observe)
                 folder = work  # what is loaded stays loaded when the folder is deleted
@@ -135,31 +136,13 @@ class Store:
         return loaded, manifest
 
     def put(self, work: Path, manifest: Mapping[str, Any]) -> Path:
-        """Copy the files of a sealed entry in under its fingerprint; returns the entry's folder.
-
-        An entry that is already there is replaced: whoever puts has found it wanting.
+        """Copy the files of a sealed entry in under its fingerprint, replacing what is there; returns its folder.
 
         Raises:
             OSError: the store cannot be written.
         """
-        entry = self._entry(manifest["fingerprint"])
-        staging = self.folder / "staging"
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir(exist_ok=True)
-        incoming = staging / f"{entry.name}.{secrets.token_hex(8)}"
-        incoming.mkdir()
-        try:
-            for name in manifest["files"]:
-                _write(incoming / name, (work / name).read_bytes())
-            _write(incoming / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-            _sync(incoming)
-            self._remove(entry)
-            incoming.rename(entry)
-            _sync(entry.parent)
-        except OSError:
-            shutil.rmtree(incoming, ignore_errors=True)
-            raise
-        return entry
+        with self._locked(manifest["fingerprint"]):
+            return self._put(work, manifest)
 
     # ---- looking after ---------------------------------------------------------------------------------------------
 
@@ -211,6 +194,29 @@ class Store:
         return self.prune(-1)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _put(self, work: Path, manifest: Mapping[str, Any]) -> Path:
+        """`put` for who holds the entry's lock."""
+        entry = self._entry(manifest["fingerprint"])
+        staging = self.folder / "staging"
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir(exist_ok=True)
+        for remains in staging.glob(f"{entry.name}.*"):  # of writers that were killed: we hold their lock
+            _delete(remains)
+        incoming = staging / f"{entry.name}.{secrets.token_hex(8)}"
+        incoming.mkdir()
+        try:
+            for name in manifest["files"]:
+                _write(incoming / name, (work / name).read_bytes())
+            _write(incoming / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+            _sync(incoming)
+            self._remove(entry)
+            incoming.rename(entry)
+            _sync(entry.parent)
+        except OSError:
+            shutil.rmtree(incoming, ignore_errors=True)
+            raise
+        return entry
 
     def _entry(self, fingerprint: str) -> Path:
         return self.folder / "entries" / fingerprint
@@ -336,8 +342,10 @@ def parse_manifest(raw: bytes) -> Mapping[str, Any]:
         raise _damaged("its manifest cannot be read") from None
     if not sound:
         raise _damaged("its manifest has changed since it was written")
-    if manifest["format"] != FORMAT:
-        raise _damaged(f"its format is {manifest['format']}, this version reads {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise _damaged(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
+    if not _REQUIRED <= manifest.keys():
+        raise _damaged(f"its manifest has no {', '.join(sorted(_REQUIRED - manifest.keys()))}")
     if manifest["fingerprint"] != digest(manifest["fields"]):
         raise _damaged("its fingerprint is not that of its fields")
     if not all(_FILE_NAME.fullmatch(name) for name in manifest["files"]):

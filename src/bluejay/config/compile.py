@@ -19,7 +19,7 @@ class CompileSpec:
         backend: `inductor` makes native code ahead of time; `eager` runs the module as it is, without a compiler.
         blocks: `inline` puts all layers into one program; `shared` compiles one layer and calls it for each (builds in
             a time that does not grow with the number of layers, costs microseconds per layer and call); `auto` takes
-            `shared` from nine layers on.
+            `shared` where a call runs nine layers or more (an unrolled loop runs them once per token).
         threads: CPU threads a program is made for; 0 takes torch's number at that moment.
         cxx: the C++ compiler's command; "" takes the first one found.
         ambient: environment variables that steer torch's compiler, as (name, value) pairs. Only the command line reads
