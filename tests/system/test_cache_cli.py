@@ -558,8 +558,8 @@ def test_a_manifest_that_names_a_path_is_refused(name: str, cli: Cli, folder: Pa
 
 @pytest.fixture
 def read_only(folder: Path) -> Iterator[Path]:
-    """A store and beside it its archive, which may be read and not changed, for a user who is not root; where tests run as root, they are not for
-    the time being."""
+    """A store, and beside it an archive of it, that may be read and not changed. Root may change anything: tests that
+    run as root are somebody else for the time being."""
     place = Path(tempfile.mkdtemp(prefix="bluejay-test-"))
     store = Path(shutil.copytree(folder, place / "store"))
     export_programs(Store(folder), place / "programs.zip")
