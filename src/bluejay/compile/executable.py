@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,7 +56,7 @@ class Bound:
     def __init__(self, signature: Signature, run: Run) -> None:
         self.signature = signature
         self._run = run
-        self._checked: tuple[Tensor, ...] = ()
+        self._checked: tuple[Tensor, ...] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """
@@ -77,7 +78,7 @@ class Bound:
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
         # A loop passes the same tensors over and over: those of the last call are not looked at again.
         known = self._checked
-        if len(inputs) != len(known) or any(ours is not theirs for ours, theirs in zip(inputs, known, strict=True)):
+        if known is None or len(inputs) != len(known) or any(map(operator.is_not, inputs, known)):
             self.signature.check_inputs(inputs)
             self._checked = inputs
 

@@ -344,7 +344,7 @@ def parse_manifest(raw: bytes) -> Mapping[str, Any]:
         raise _damaged("its manifest has changed since it was written")
     if manifest.get("format") != FORMAT:
         raise _damaged(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
-    if not _REQUIRED <= manifest.keys():
+    if not manifest.keys() >= _REQUIRED:
         raise _damaged(f"its manifest has no {', '.join(sorted(_REQUIRED - manifest.keys()))}")
     if manifest["fingerprint"] != digest(manifest["fields"]):
         raise _damaged("its fingerprint is not that of its fields")
