@@ -20,30 +20,39 @@ from typing import Any
 
 import torch
 
+import bluejay
 from bluejay.checkpoint import save_checkpoint
 from bluejay.config import ModelConfig
 from bluejay.machine import describe, measure_gemm, measure_read_bandwidth
 from bluejay.models import GPTJ
 
+NANO = Path(bluejay.__file__).parent / "assets" / "nano"
 RESULTS = Path(__file__).parent / "results"
 
 
+def fill_randomly(model: GPTJ) -> None:
+    """Give a model on the meta device random weights with fixed seed: norms 1, biases 0, matrices N(0, 0.02)."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in [*model.named_parameters()]:
+        tensor = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if name.endswith(("ln_1.weight", "ln_f.weight")):
+            tensor.fill_(1.0)
+        elif parameter.dim() > 1:
+            tensor.normal_(0, 0.02, generator=generator)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor, requires_grad=False))
+
+
 @contextmanager
-def random_checkpoint(config: ModelConfig, dtype: torch.dtype, tokenizer_from: Path) -> Iterator[Path]:
+def random_checkpoint(config: ModelConfig, dtype: torch.dtype) -> Iterator[Path]:
     """A temporary checkpoint directory with random weights, made with fixed seed and removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="bluejay-bench-") as folder:
         with torch.device("meta"):
-            model = GPTJ(config)
-        generator = torch.Generator().manual_seed(0)
-        tensors = {}
-        for name, parameter in model.named_parameters():
-            tensor = torch.empty(parameter.shape, dtype=dtype)
-            tensors[name] = tensor.fill_(1.0) if name.endswith(("ln_1.weight", "ln_f.weight")) else tensor.zero_()
-            if parameter.dim() > 1:
-                tensor.normal_(0, 0.02, generator=generator)
+            model = GPTJ(config).to(dtype)
+        fill_randomly(model)
         directory = Path(folder) / "model"
-        save_checkpoint(directory, tensors, config, tokenizer_from=tokenizer_from)
-        tensors.clear()
+        save_checkpoint(directory, model.state_dict(), config, tokenizer_from=NANO)
+        del model
         yield directory
 
 

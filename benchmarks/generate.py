@@ -107,11 +107,10 @@ def main() -> None:
         return
 
     config = replace(preset("gptj-6b"), n_layer=args.layers, dtype="bfloat16")
-    tokenizer = Path(bluejay.__file__).parent / "assets" / "nano"
     weights = costs.weight_bytes(config, 2)
     read = costs.weight_bytes_read_per_decoded_token(config, 2)
     rounds: dict[str, list[dict[str, float]]] = {"bluejay": [], "transformers": [], "ceilings": []}
-    with random_checkpoint(config, torch.bfloat16, tokenizer) as directory:
+    with random_checkpoint(config, torch.bfloat16) as directory:
         print(f"{weights / 1e9:.2f} GB of weights; a decoded token reads {read / 1e9:.2f} GB of them")
         for number in range(args.rounds):
             rounds["ceilings"].append(ceilings((torch.bfloat16,)))

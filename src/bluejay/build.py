@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint
 from bluejay.compile import Bound as Program
-from bluejay.compile import Store, compile
-from bluejay.config import RunConfig
+from bluejay.compile import Executable, Store, compile
+from bluejay.config import CompileSpec, RunConfig
 from bluejay.errors import ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.machine import default_cache_folder
@@ -31,8 +31,9 @@ class Programs:
 
     def __init__(self, run: RunConfig, observe: Observer = ignore) -> None:
         self.store = Store(Path(run.cache) if run.cache else default_cache_folder())
-        self._spec = run.compile
+        self._run = run
         self._observe = observe
+        self._has_warned = False
 
     def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, built: Built) -> Program | None:
         """The program of `step` for the shapes of `examples`, which are the tensors it will be called with.
@@ -43,9 +44,22 @@ class Programs:
             label: what it is for, in words; shown while it is made, and by `bluejay cache list`.
 
         Raises:
-            MachineError: no C++ compiler.
+            MachineError: no C++ compiler, and the run does not fall back to eager.
         """
-        executable = compile(step, examples, self._spec, self.store, self._observe, device=built.device, label=label)
+
+        def make(spec: CompileSpec) -> Executable:
+            return compile(step, examples, spec, self.store, self._observe, device=built.device, label=label)
+
+        try:
+            executable = make(self._run.compile)
+        except MachineError as error:
+            if not self._run.fallback or not built.has_weights:
+                raise
+            if not self._has_warned:
+                text = f"running without compiled programs, several times slower: {error.found}; {error.fix}"
+                self._observe(Event("warning", {"text": text}))
+                self._has_warned = True
+            executable = make(replace(self._run.compile, backend="eager"))
         return executable.bind(step) if built.has_weights else None
 
 

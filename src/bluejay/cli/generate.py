@@ -46,7 +46,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
-    backend: Annotated[str, typer.Option(help="inductor: compiled programs; eager: no compiler needed.")] = "inductor",
+    backend: Annotated[
+        str, typer.Option(help="auto, inductor (compiled) or eager (no compiler).")
+    ] = "auto",
     loop: Annotated[str, typer.Option(help="Steps a call: host, one; device, several; unrolled, all.")] = "host",
     iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
     cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,

@@ -26,6 +26,7 @@ class RunConfig:
         batch_buckets: padded numbers of rows, ascending; `max_rows` is added.
         slot_buckets: cache lengths that have programs, ascending; the whole context is added. Empty: a quarter of it.
         compile: how programs are made.
+        fallback: without a C++ compiler, run eagerly with a warning (False: refuse).
         cache: folder of compiled programs; "" is the platform's usual place.
         loop: how the generation loop closes. "host": one step a call; "device": `iterations` steps a call; "unrolled":
             the whole answer in one call. All give the same ids.
@@ -44,6 +45,7 @@ class RunConfig:
     batch_buckets: tuple[int, ...] = (1, 2, 4, 8)
     slot_buckets: tuple[int, ...] = ()
     compile: CompileSpec = field(default_factory=CompileSpec)
+    fallback: bool = False
     cache: str = ""
     loop: Literal["host", "device", "unrolled"] = "host"
     iterations: int = 8
@@ -73,7 +75,7 @@ class RunConfig:
             raise _refuse("loop", self.loop, f"one of {', '.join(LOOPS)}")
         if type(self.iterations) is not int or self.iterations < 1:
             raise _refuse("iterations", self.iterations, "a whole number from 1")
-        for name in ("strict", "verify", "offline"):
+        for name in ("fallback", "strict", "verify", "offline"):
             if type(getattr(self, name)) is not bool:
                 raise _refuse(name, getattr(self, name), "true or false")
 

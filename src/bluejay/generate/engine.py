@@ -250,7 +250,7 @@ class Engine:
             RequestError: settings that do not exist or contradict; an empty prompt; prompt and request over the window.
             NumericsError: the model gave logits that are not numbers.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
         config = GenerationConfig.of(config, **settings)
         requests: list[Request] = []
         try:
@@ -697,12 +697,23 @@ def _token_logprob(token: int, logprob: Tensor, values: Tensor, tokens: Tensor, 
     return TokenLogprob(token, float(logprob), tuple(top))
 
 
+def _is_id(value: Any) -> bool:
+    """Whether this is a token id rather than a prompt: an int, or what numpy and torch have for one."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
 def run_config(model: str, dtype: str | torch.dtype | None = None, **settings: Any) -> RunConfig:
     """The RunConfig of these settings; fields of `CompileSpec` are accepted beside its own.
+
+    `backend` may also be "auto", the default: compiled programs, or eager with a warning where there is no compiler.
 
     Raises:
         RequestError, ConfigError: an unknown or wrong setting.
     """
+    backend = settings.get("backend", "auto")
+    if backend == "auto":
+        settings.pop("backend", None)
+    settings.setdefault("fallback", backend == "auto")
     compiling = {f.name for f in fields(CompileSpec)}
     known = ({f.name for f in fields(RunConfig)} | compiling) - {"model", "dtype"}
     unknown = sorted(set(settings) - known)

@@ -50,10 +50,11 @@ def uniform(seed: Tensor, step: Tensor) -> Tensor:
     Shapes:
         seed, step: [B] int64, not negative   returns: [B]
     """
-    word = mix(((seed & _MASK) + 0x9E3779B9) & _MASK)
-    word = mix(word ^ (seed >> 32))
+    lower, upper = seed & _MASK, seed >> 32
+    word = mix(mix((lower + 0x9E3779B9) & _MASK) ^ upper)
+    other = mix(mix((upper + 0x7F4A7C15) & _MASK) ^ lower)
     high = mix(((word ^ step) + 0x3C6EF372) & _MASK)
-    low = mix((high + 0x1B873593) & _MASK)
+    low = mix(((other ^ step) + 0x1B873593) & _MASK)
     return ((high << 21) | (low >> 11)).double() / float(1 << 53)
 
 
