@@ -10,14 +10,16 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from bluejay.compile.graph import Traced
 from bluejay.compile.signature import TensorSpec
 from bluejay.events import Event, Observer
+
+if TYPE_CHECKING:
+    from bluejay.compile.graph import Traced
 
 # A program takes its inputs as a list and returns its outputs as a list.
 Program = Callable[[list[Tensor]], list[Tensor]]
