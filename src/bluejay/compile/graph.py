@@ -87,7 +87,6 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
         inputs=tuple(TensorSpec.of(name, _value(node)) for name, node in zip(names, inputs, strict=True)),
         outputs=tuple(TensorSpec.of(f"output[{i}]", _value(node)) for i, node in enumerate(outputs)),
     )
-    _stop_duplication(graph)
     layers = _layers(module)
     table = {node: place for place, node in enumerate([node for _, node in used] + inputs)}
     cut = _cut(graph, layers)
@@ -286,6 +285,7 @@ def _assemble(
         spelling = "\n".join((*draft.spelling, str([draft.number[draft.inner[node]] for node in crossing])))
         if spelling not in known:
             known[spelling] = len(parts)
+            _stop_duplication(draft.graph)
             examples = tuple(_value(node) for node in draft.inputs)
             parts.append(Part(fx.GraphModule(exported, draft.graph), examples))
         inputs = tuple(table[node] for node in draft.inputs)
