@@ -12,6 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+
+from bluejay.compile import Job, Store, compile, compile_all
+from bluejay.config import CompileSpec
+from bluejay.errors import ConfigError
+from bluejay.events import Event
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -129,3 +136,45 @@ def _holds_open(pid: int, folder: Path) -> bool:
         except FileNotFoundError:
             continue
     return any(target.startswith(str(folder)) for target in targets)
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------
+
+
+def jobs(*modules: nn.Module) -> list[Job]:
+    return [Job(module, (torch.ones(2, 8),), label=type(module).__name__) for module in modules]
+
+
+class Local(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x + 1,)
+
+
+def test_workers_fill_the_store(tmp_path: Path) -> None:
+    """Catches programs that workers make under another key, so that the run compiles them once more."""
+    events: list[Event] = []
+    store, spec, modules = Store(tmp_path), CompileSpec(threads=1), (nn.LayerNorm(8), nn.Softmax(-1))
+    assert compile_all(jobs(*modules), spec, store, events.append, workers=2) == 2
+    assert store.compilations == 2
+    labels = {event.fields["label"] for event in events if event.name == "compile.done"}
+    assert labels == {"LayerNorm", "Softmax"}
+    assert [event for event in events if event.name == "warning"] == []
+    for module in modules:
+        executable = compile(module, (torch.ones(2, 8),), spec, store)
+        assert not executable.was_compiled
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(executable.bind(module)(x)[0], module(x))
+    assert compile_all(jobs(*modules), spec, store, workers=2) == 0
+
+
+def test_what_a_worker_cannot_do_is_done_or_explained_here(tmp_path: Path) -> None:
+    """Catches a failure that stays in a worker: a class it cannot import, and a module that cannot be compiled."""
+    store, spec = Store(tmp_path), CompileSpec(threads=1)
+
+    class Table(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x + torch.tensor([1.0]),)
+
+    with pytest.raises(ConfigError, match="constant tensor"):
+        compile_all(jobs(Local(), Table()), spec, store, workers=2)
+    assert store.compilations == 1

@@ -13,6 +13,7 @@ from bluejay.compile.fingerprinting import (
 )
 from bluejay.compile.signature import Signature, SignatureError, TensorSpec
 from bluejay.compile.store import EntryInfo, Store, StoreError
+from bluejay.compile.workers import Job, compile_all
 
 __all__ = [
     "Bound",
@@ -22,12 +23,14 @@ __all__ = [
     "Executable",
     "Fingerprint",
     "ImportReport",
+    "Job",
     "Signature",
     "SignatureError",
     "Store",
     "StoreError",
     "TensorSpec",
     "compile",
+    "compile_all",
     "environment",
     "export_programs",
     "fingerprint",

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from bluejay.compile import inductor
 from bluejay.compile.executable import Eager, Executable
-from bluejay.compile.fingerprinting import environment, fingerprint
+from bluejay.compile.fingerprinting import Fingerprint, environment, fingerprint
 from bluejay.compile.signature import Signature, TensorSpec, input_names, named_weights
 from bluejay.compile.store import Store, make_entry
 from bluejay.config import CompileSpec
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
-from bluejay.machine import cxx_compiler, how_to_install_compiler
+from bluejay.machine import Compiler, cxx_compiler, how_to_install_compiler
 
 
 def compile(
@@ -58,8 +58,7 @@ def compile(
 
     threads = spec.threads or torch.get_num_threads()
     compiler = cxx_compiler(spec.cxx)
-    here = environment(device, compiler)
-    wanted = fingerprint(module, inputs, spec, here, device=device.type, threads=threads, identity=identity)
+    wanted = _wanted(module, inputs, spec, compiler, device, identity)
 
     def build(folder: Path) -> dict[str, Any]:
         if compiler is None:
@@ -104,6 +103,35 @@ def compile(
             chain = load(Path(work), manifest)
     signature = Signature.from_dict(manifest["signature"])
     return Executable(signature, chain, wanted.digest, manifest, built, manifest["compile_seconds"])
+
+
+def is_stored(
+    module: nn.Module,
+    example_inputs: Sequence[Tensor],
+    spec: CompileSpec,
+    store: Store,
+    *,
+    device: torch.device | str | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> bool:
+    """Whether `compile` with these arguments would find its program in the store."""
+    device = torch.device(device or _device_of(example_inputs))
+    names = input_names(module, len(example_inputs))
+    inputs = tuple(TensorSpec.of(name, tensor) for name, tensor in zip(names, example_inputs, strict=True))
+    return store.has(_wanted(module, inputs, spec, cxx_compiler(spec.cxx), device, identity))
+
+
+def _wanted(
+    module: nn.Module,
+    inputs: Sequence[TensorSpec],
+    spec: CompileSpec,
+    compiler: Compiler | None,
+    device: torch.device,
+    identity: Mapping[str, Any] | None,
+) -> Fingerprint:
+    threads = spec.threads or torch.get_num_threads()
+    here = environment(device, compiler)
+    return fingerprint(module, inputs, spec, here, device=device.type, threads=threads, identity=identity)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
