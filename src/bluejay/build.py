@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint
 from bluejay.compile import Bound as Program
-from bluejay.compile import Executable, Store, compile
+from bluejay.compile import Executable, Job, Store, compile, compile_all
 from bluejay.config import CompileSpec, RunConfig
 from bluejay.errors import ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
@@ -36,6 +37,20 @@ class Programs:
         self._run = run
         self._observe = observe
         self._has_warned = False
+
+    def ensure(self, jobs: Sequence[tuple[nn.Module, tuple[Tensor, ...], str]], built: Built) -> None:
+        """See to it that the store has the programs of all (step, examples, label), several compiled at once.
+
+        Raises:
+            MachineError: as `program`.
+        """
+        device = str(built.device)
+        wanted = [Job(step, examples, label, device) for step, examples, label in jobs]
+        try:
+            compile_all(wanted, self._run.compile, self.store, self._observe)
+        except MachineError:
+            if not self._run.fallback or not built.has_weights:
+                raise  # else each program falls back by itself
 
     def program(self, step: nn.Module, examples: tuple[Tensor, ...], label: str, built: Built) -> Program | None:
         """The program of `step` for the shapes of `examples`, which are the tensors it will be called with.

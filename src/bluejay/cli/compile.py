@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_format
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +38,7 @@ def compile(
     from bluejay.config import load_target
     from bluejay.generate import compile_ahead, run_config
 
+    started = time.perf_counter()
     target = load_target(target_file) if target_file else None
     buckets = {"prefill_buckets": tuple(sorted(set(prefill))) if prefill else None}
     buckets |= {"slot_buckets": tuple(sorted(set(slots))) if slots else None}
@@ -59,20 +60,15 @@ def compile(
         built = build(run, display, weights=False)
         if target:
             _check(target, built)
-        done = []
-        for prepared in compile_ahead(built):
-            done.append(prepared)
-            if not json and not quiet:
-                state = f"compiled in {prepared.seconds:.1f} s" if prepared.was_compiled else "was there"
-                print(f"{prepared.label}: {state}")
-    compilations = sum(p.was_compiled for p in done)
-    seconds = sum(p.seconds for p in done)
+        labels = compile_ahead(built)
+    compilations = built.programs.store.compilations
+    seconds = time.perf_counter() - started
     if json:
-        programs = [dataclasses.asdict(p) for p in done]
-        record = {"programs": programs, "compilations": compilations, "seconds": seconds, "cache": run.cache}
+        record = {"programs": labels, "compilations": compilations, "seconds": seconds, "cache": run.cache}
         print(json_format.dumps(record))
     elif not quiet:
-        print(f"{len(done)} programs in {run.cache}, {compilations} compiled, {seconds:.1f} s", file=sys.stderr)
+        print("\n".join(labels))
+        print(f"{len(labels)} programs in {run.cache}, {compilations} compiled, {seconds:.1f} s", file=sys.stderr)
 
 
 def _check(target: Target, built: Built) -> None:

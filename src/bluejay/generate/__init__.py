@@ -16,7 +16,6 @@ from bluejay.generate.engine import (
     load,
     run_config,
 )
-from bluejay.generate.runner import Prepared
 from bluejay.generate.sampler import BAD_LOGITS, Sampling, rank_tokens, sample, sub_seed, uniform
 from bluejay.generate.stop import StopMatcher
 
@@ -30,7 +29,6 @@ __all__ = [
     "Hypothesis",
     "NumericsError",
     "Piece",
-    "Prepared",
     "Request",
     "Sampling",
     "StopMatcher",

@@ -24,7 +24,7 @@ from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
 from bluejay.generate.buckets import cover, fit
 from bluejay.generate.detokenizer import StreamDecoder
-from bluejay.generate.runner import RANKED, DecodeCall, Prepared, Runner
+from bluejay.generate.runner import RANKED, DecodeCall, PrefillCall, Runner
 from bluejay.generate.sampler import BAD_LOGITS, sub_seed
 from bluejay.generate.scheduler import Scheduler, Slot
 from bluejay.generate.steps import IDLE
@@ -152,6 +152,10 @@ class Answer(Slot):
     logprobs: list[TokenLogprob] = field(default_factory=list)
     decoder: StreamDecoder = field(kw_only=True)
     matcher: StopMatcher = field(kw_only=True)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.config.prompt_logprobs is not None
 
     def push(self, tail: str, final: bool) -> tuple[str, bool]:
         """Text that may be shown once `tail` is known, and whether a stop string ended it."""
@@ -329,12 +333,18 @@ class Engine:
         entered = self._scheduler.admit()
         for group in entered:
             self._enter(group)
-        if any(group[0].row >= 0 and group[0].request.max_new > 1 for group in entered):
+        reading = self._runs([a for a in self._scheduler.rows if a.pending])
+        if entered and self._scheduler.rows:
             # Whoever waits for a compiler waits before the first word, not after it.
-            self._runner.decode_program(self._decode_call())
-        reading = [a for a in self._scheduler.rows if a.pending]
-        if reading:
-            self._prefill(reading)
+            prefills = [call for answers, num_rows in reading for call in self._prefill_calls(answers, num_rows)]
+            self._runner.require([*prefills, self._decode_call()])
+        for answers, num_rows in reading:
+            self._prefill(answers, num_rows)
+        have_read = [a for answers, _ in reading for a in answers if not a.pending]
+        self._leave(have_read)  # only now: rows move up when others leave
+        for answer in have_read:
+            if answer.filled < len(answer.request.prompt_ids):
+                self._prompt_read(next(g for g in answer.request.groups if g[0] is answer))
         if any(a.decoding for a in self._scheduler.rows):
             self._decode()
 
@@ -446,58 +456,60 @@ class Engine:
 
     # ---- reading prompts -------------------------------------------------------------------------------------------
 
-    def _prefill(self, reading: list[Answer]) -> None:
-        """One chunk for every run of neighboring rows that are reading; runs are cut into batch buckets."""
+    def _runs(self, reading: list[Answer]) -> list[tuple[list[Answer], int]]:
+        """Neighboring rows that read alike, in batch buckets: the answers of each call and its number of rows."""
         runs: list[list[Answer]] = []
         for answer in reading:
-            score = answer.request.config.prompt_logprobs is not None
-            same = runs and runs[-1][-1].row + 1 == answer.row
-            if same and (runs[-1][-1].request.config.prompt_logprobs is not None) == score:
+            near = bool(runs) and runs[-1][-1].row + 1 == answer.row
+            if near and runs[-1][-1].scores_prompt == answer.scores_prompt:
                 runs[-1].append(answer)
             else:
                 runs.append([answer])
+        calls = []
         for run in runs:
             done = 0
             for bucket in cover(len(run), self._runner.batch_buckets, CALL_COST_ROWS):
-                self._prefill_rows(run[done : done + bucket], bucket)
+                calls.append((run[done : done + bucket], bucket))
                 done += bucket
-        for answer in reading:
-            if not answer.pending and answer.filled < len(answer.request.prompt_ids):
-                self._prompt_read(next(g for g in answer.request.groups if g[0] is answer))
-        self._leave(reading)
+        return calls
 
-    def _prefill_rows(self, answers: list[Answer], num_rows: int) -> None:
+    def _prefill_calls(self, answers: list[Answer], num_rows: int) -> list[PrefillCall]:
+        """The calls that read what is left of these answers' prompts, the next one first."""
         longest = max(len(a.pending) for a in answers)
-        width = cover(longest, self._runner.prefill_buckets, CALL_COST_TOKENS)[0]
+        ranked, _ = self._variant(answers)
+        slots = self._slots_for(max(a.filled + len(a.pending) for a in answers))
+        widths = cover(longest, self._runner.prefill_buckets, CALL_COST_TOKENS)
+        return [PrefillCall(num_rows, slots, width, ranked, answers[0].scores_prompt) for width in widths]
+
+    def _prefill(self, answers: list[Answer], num_rows: int) -> None:
+        """Read the next chunk of these answers' prompts."""
+        call = self._prefill_calls(answers, num_rows)[0]
         # Padding rows sit behind the real ones, or before them at the end of the cache; they are idle either way.
         first = min(answers[0].row, self.max_rows - num_rows)
-        ids = torch.zeros(num_rows, width, dtype=torch.int64)
-        positions = torch.full((num_rows, width), IDLE)
+        ids = torch.zeros(num_rows, call.width, dtype=torch.int64)
+        positions = torch.full((num_rows, call.width), IDLE)
         last = torch.zeros(num_rows, dtype=torch.int64)
-        targets = torch.zeros(num_rows, width, dtype=torch.int64)
+        targets = torch.zeros(num_rows, call.width, dtype=torch.int64)
         chunks = []
         for answer in answers:
-            row, chunk = answer.row - first, answer.pending[:width]
+            row, chunk = answer.row - first, answer.pending[: call.width]
             following = (*answer.request.prompt_ids, 0)[answer.filled + 1 : answer.filled + 1 + len(chunk)]
             ids[row, : len(chunk)] = torch.tensor(chunk)
             positions[row, : len(chunk)] = torch.arange(answer.filled, answer.filled + len(chunk))
             targets[row, : len(chunk)] = torch.tensor(following)
             last[row] = len(chunk) - 1
             chunks.append(len(chunk))
-        score = answers[0].request.config.prompt_logprobs is not None
-        ranked, _ = self._variant(answers)
-        slots = self._slots_for(max(a.filled + length for a, length in zip(answers, chunks, strict=True)))
-        outputs = self._runner.prefill(first, slots, (ids, positions, last, targets), ranked=ranked, score=score)
+        outputs = self._runner.prefill(call, first, (ids, positions, last, targets))
         self._figures.prompt_tokens += sum(chunks)
         for answer, length in zip(answers, chunks, strict=True):
             row = answer.row - first
             answer.pending, answer.filled = answer.pending[length:], answer.filled + length
-            if score:
+            if call.score:
                 self._note_prompt_logprobs(answer, [t[row] for t in outputs[-3:]], targets[row], length)
             if answer.filled == len(answer.request.prompt_ids):
                 self._rows.token[answer.row] = outputs[0][row]
                 self._rows.step[answer.row] = 1
-                self._accept(answer, int(outputs[0][row]), [t[row] for t in outputs[1:4]] if ranked else None)
+                self._accept(answer, int(outputs[0][row]), [t[row] for t in outputs[1:4]] if call.ranked else None)
                 if not self._has_ended(answer):
                     self._rows.position[answer.row] = answer.filled
                     answer.decoding = True
@@ -729,16 +741,20 @@ def run_config(model: str, dtype: str | torch.dtype | None = None, **settings: A
     return RunConfig(model=str(model), dtype=str(dtype or "").removeprefix("torch."), compile=spec, **settings)
 
 
-def compile_ahead(built: Built) -> Iterator[Prepared]:
-    """Put every program that a run's requests need into the store; yields each. The build may be without weights.
+def compile_ahead(built: Built) -> list[str]:
+    """Put every program that a run's requests need into the store; returns what they are for.
 
-    Covers all batch, prefill and slot buckets, greedy and sampling. Requests with log-probabilities or beams have
-    programs of their own, made when they are first asked for; so has the unrolled loop.
+    The build may be without weights. Covers all batch, prefill and slot buckets, greedy and sampling. Requests with
+    log-probabilities or beams have programs of their own, made when they are first asked for; so has the unrolled
+    loop. Progress comes as events `compile.start` and `compile.done`.
 
     Raises:
         MachineError: no C++ compiler.
     """
-    return Runner(built).prepare()
+    runner = Runner(built)
+    calls = runner.all_calls()
+    runner.require(calls)
+    return [call.label for call in calls]
 
 
 def load(

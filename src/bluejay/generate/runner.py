@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,12 +34,24 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A program that is now in the store: what it is for, whether it had to be compiled, and the seconds it took."""
+class PrefillCall:
+    """One chunk of prompt for `num_rows` rows.
 
-    label: str
-    was_compiled: bool
-    seconds: float
+    Attributes:
+        width: tokens of the chunk, padding included.
+        ranked: likeliest tokens to return.
+        score: also the log-probabilities of the prompt's own tokens.
+    """
+
+    num_rows: int
+    slots: int
+    width: int
+    ranked: int = 0
+    score: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"prefill of {self.width} tokens, {_where(self)}{', scored' if self.score else ''}{_ranked(self)}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,14 @@ class DecodeCall:
     ranked: int = 0
     unrolled: int = 1
     repeats: int = 1
+
+    @property
+    def label(self) -> str:
+        unrolled = f", {self.unrolled} tokens unrolled" if self.unrolled > 1 else ""
+        return f"decode, {_where(self)}, {'greedy' if self.greedy else 'sampling'}{_ranked(self)}{unrolled}"
+
+
+Call = PrefillCall | DecodeCall
 
 
 class Runner:
@@ -84,97 +102,80 @@ class Runner:
         granules = range(EAGER_SLOTS, built.context, EAGER_SLOTS)
         chosen = run.slot_buckets or (max(EAGER_SLOTS, built.context // 4),)
         self.slot_buckets = (*(b for b in (chosen if self.compiled else granules) if b < built.context), built.context)
-        self._programs: dict[tuple[Any, ...], Program | None] = {}
+        self._programs: dict[Call, Program] = {}
         self._views: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def slots_for(self, held: int, planned: int) -> int:
         """Cache slots a step should look at: what rows hold now, or where programs cost time, what they may come to."""
         return fit(min(planned if self.compiled else held, self.built.context), self.slot_buckets)
 
-    def prefill(
-        self, first_row: int, slots: int, chunk: tuple[Tensor, Tensor, Tensor, Tensor], *, ranked: int, score: bool
-    ) -> list[Tensor]:
+    def prefill(self, call: PrefillCall, first_row: int, chunk: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Run a chunk of prompt for the rows from `first_row` on; returns what `PrefillStep` returns, on the host.
 
         Shapes:
-            chunk: ids, positions [B, T], last [B], targets [B, T]; B and T are buckets
+            chunk: ids, positions [B, T], last [B], targets [B, T], with the call's B and T
         """
-        program = self._bound(self._prefill_program(first_row, slots, chunk, ranked, score))
+        program = self._program(call)
         started = time.perf_counter()
         inputs = [tensor.to(self.built.device) for tensor in chunk]
-        outputs = [t.cpu() for t in program(*inputs, *self._view(first_row, chunk[0].shape[0], slots))]
+        outputs = [t.cpu() for t in program(*inputs, *self._view(first_row, call.num_rows, call.slots))]
         self.seconds.prefill += time.perf_counter() - started
         return outputs
 
     def decode(self, call: DecodeCall) -> list[Tensor]:
         """Run a decode call; returns what `DecodeStep` returns for all its iterations, on the host."""
-        program = self._bound(self.decode_program(call))
+        program = self._program(call)
         started = time.perf_counter()
         steps = program.repeat(call.repeats, *self._view(0, call.num_rows, call.slots))
         outputs = [torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True)]
         self.seconds.decode += time.perf_counter() - started
         return outputs
 
-    def decode_program(self, call: DecodeCall) -> Program | None:
-        """The program that `decode` runs for this call, made now if need be."""
-        variant = {"greedy": call.greedy, "ranked": call.ranked, "iterations": call.unrolled}
-        label = f"decode, {_rows(call.num_rows)} x {call.slots} slots{', greedy' if call.greedy else ', sampling'}"
-        label += f", {call.unrolled} tokens unrolled" if call.unrolled > 1 else ""
-        return self._program(DecodeStep, (), (0, call.num_rows, call.slots), variant, label)
+    def require(self, calls: Iterable[Call]) -> None:
+        """See to it that these calls find their programs; those that do not exist yet are compiled together."""
+        wanted = {call: None for call in map(_program_of, calls) if call not in self._programs}
+        if wanted and self.compiled:
+            started = time.perf_counter()
+            with torch.inference_mode(False):
+                jobs = [(self._step(call), self._examples(call), call.label) for call in wanted]
+                self.built.programs.ensure(jobs, self.built)
+            self.seconds.compile += time.perf_counter() - started
 
-    def prepare(self) -> Iterator[Prepared]:
-        """Make every program that requests without log-probabilities and beams can need; yields each when it is there.
+    def all_calls(self) -> list[Call]:
+        """Every call that requests without log-probabilities and beams can need.
 
         The host and the device loop share their programs; those of the unrolled loop depend on the request.
         """
-        store = self.built.programs.store
-        for label, make in self._needed():
-            before, started = store.compilations, time.perf_counter()
-            make()
-            yield Prepared(label, store.compilations > before, time.perf_counter() - started)
-
-    def _needed(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        calls: list[Call] = []
         for num_rows, slots in itertools.product(self.batch_buckets, self.slot_buckets):
-            where = f"{_rows(num_rows)} x {slots} slots"
-            for width in self.prefill_buckets:
-                table = torch.zeros(num_rows, width, dtype=torch.int64, device=self.rows.token.device)
-                chunk = (table, table, table[:, 0].clone(), table)
-                make = partial(self._prefill_program, 0, slots, chunk, ranked=0, score=False)
-                yield f"prefill of {width} tokens, {where}", make
-            for greedy in (True, False):
-                call = DecodeCall(num_rows, slots, greedy)
-                yield f"decode, {where}, {'greedy' if greedy else 'sampling'}", partial(self.decode_program, call)
+            calls += [PrefillCall(num_rows, slots, width) for width in self.prefill_buckets]
+            calls += [DecodeCall(num_rows, slots, greedy) for greedy in (True, False)]
+        return calls
 
-    def _prefill_program(
-        self, first_row: int, slots: int, chunk: tuple[Tensor, ...], ranked: int, score: bool
-    ) -> Program | None:
-        num_rows, width = chunk[0].shape
-        # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
-        variant = {"greedy": False, "ranked": ranked, "score": score}
-        label = f"prefill of {width} tokens, {_rows(num_rows)} x {slots} slots{', scored' if score else ''}"
-        return self._program(PrefillStep, chunk, (first_row, num_rows, slots), variant, label)
-
-    def _program(
-        self,
-        kind: type[GenerationStep],
-        inputs: tuple[Tensor, ...],
-        where: tuple[int, int, int],
-        variant: dict[str, Any],
-        label: str,
-    ) -> Program | None:
-        key = (kind, where[1:], *(tuple(t.shape) for t in inputs), *variant.items())
-        if key not in self._programs:
+    def _program(self, call: Call) -> Program:
+        call = _program_of(call)
+        if call not in self._programs:
             started = time.perf_counter()
             with torch.inference_mode(False):
-                step = kind(self.built.model, **variant)
-                examples = (*inputs, *self._view(*where))
-                self._programs[key] = self.built.programs.program(step, examples, label, self.built)
+                program = self.built.programs.program(self._step(call), self._examples(call), call.label, self.built)
+            assert program is not None, "this build has no weights to run with"
+            self._programs[call] = program
             self.seconds.compile += time.perf_counter() - started
-        return self._programs[key]
+        return self._programs[call]
 
-    def _bound(self, program: Program | None) -> Program:
-        assert program is not None, "this build has no weights to run with"
-        return program
+    def _step(self, call: Call) -> GenerationStep:
+        if isinstance(call, PrefillCall):
+            # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
+            return PrefillStep(self.built.model, greedy=False, ranked=call.ranked, score=call.score)
+        return DecodeStep(self.built.model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled)
+
+    def _examples(self, call: Call) -> tuple[Tensor, ...]:
+        """Tensors of the shapes that the call's program takes."""
+        view = self._view(0, call.num_rows, call.slots)
+        if isinstance(call, DecodeCall):
+            return view
+        table = torch.zeros(call.num_rows, call.width, dtype=torch.int64, device=self.rows.token.device)
+        return (table, table, table[:, 0].clone(), table, *view)
 
     def _view(self, first_row: int, num_rows: int, slots: int) -> tuple[Tensor, ...]:
         """The tensors of a range of rows. Kept, because programs check only tensors they have not seen."""
@@ -186,5 +187,14 @@ class Runner:
         return self._views[key]
 
 
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
+def _program_of(call: Call) -> Call:
+    """The call without what its program does not depend on."""
+    return replace(call, repeats=1) if isinstance(call, DecodeCall) else call
+
+
+def _where(call: Call) -> str:
+    return f"{call.num_rows} row{'s' if call.num_rows > 1 else ''} x {call.slots} slots"
+
+
+def _ranked(call: Call) -> str:
+    return f", {call.ranked} log-probabilities" if call.ranked else ""
