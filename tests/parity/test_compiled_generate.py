@@ -67,10 +67,9 @@ def test_all_loops_give_the_same_ids(compiled: MakeEngine, make_engine: MakeEngi
     run: dict[str, Any] = {"eos": (44, 9), "loop": loop, "iterations": 4}
     engine = make_engine(**run) if backend == "eager" else compiled(**run)
     host = make_engine(eos=(44, 9))
-    for config in (GREEDY, SAMPLED) if loop == "device" else (SAMPLED,):
+    for config in (GREEDY, SAMPLED):
         assert ids(engine, config) == ids(host, config)
         stop = host.generate(PROMPTS[1], config).text[2:4]
-        assert engine.generate(PROMPTS, config, stop=stop) != []
         for ours, theirs in zip(
             engine.generate(PROMPTS, config, stop=stop), host.generate(PROMPTS, config, stop=stop), strict=True
         ):

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bluejay
-from bluejay.config import GenerationConfig
+from bluejay.config import MAX_BEAMS, MAX_STOP_IDS, GenerationConfig
 from bluejay.errors import RequestError
-from bluejay.generate import Engine, NumericsError
-from bluejay.models import GPTJ
+from bluejay.generate import BAD_LOGITS, Engine, NumericsError
+from bluejay.generate.runner import RANKED, DecodeCall, PrefillCall
+from bluejay.generate.steps import Rows, flatten
+from bluejay.models import GPTJ, KVCache
 
 PROMPTS = [[5, 9, 33], [7, 1, 2, 60, 13, 22, 8], [3, 3, 41, 17, 25, 50, 4, 9, 11, 30, 56, 20]]
 MakeEngine = Callable[..., Engine]
@@ -352,6 +354,86 @@ def test_logits_that_are_not_numbers_are_an_error(make_engine: MakeEngine, tiny_
         weight.data.copy_(good)
         assert engine.idle
         assert engine.generate(PROMPTS[0], max_new_tokens=3).ids == expected
+
+
+@pytest.mark.parametrize("bad_row", [0, 1, 2])
+def test_bad_logits_end_one_request_and_no_other(make_engine: MakeEngine, monkeypatch: Any, bad_row: int) -> None:
+    """A NaN in one row must not cost its neighbors a token, nor leave the engine with rows that never end."""
+    engine = make_engine()
+    expected = [r.ids for r in engine.generate(PROMPTS, max_new_tokens=8)]
+    requests = [engine.submit(p, GenerationConfig(max_new_tokens=8)) for p in PROMPTS]
+    decode, calls = engine._runner.decode, itertools.count()
+
+    def spoiled(call: Any) -> Any:
+        tokens, *rest = decode(call)
+        if next(calls) == 3:
+            tokens[bad_row] = BAD_LOGITS
+        return [tokens, *rest]
+
+    monkeypatch.setattr(engine._runner, "decode", spoiled)
+    while not engine.idle:
+        engine.step()
+    for i, request in enumerate(requests):
+        if i == bad_row:
+            with pytest.raises(NumericsError):
+                engine.collect(request)
+        else:
+            assert engine.collect(request).ids == expected[i]
+
+
+def test_scoring_alone_needs_one_row(make_engine: MakeEngine) -> None:
+    """No new token, but more answers than rows: nothing may be freed twice, and no decode program is asked for."""
+    engine = make_engine(max_rows=2)
+    result = engine.generate(PROMPTS[1], max_new_tokens=0, n=5, temperature=1.0, prompt_logprobs=2)
+    assert [c.ids for c in result.completions] == [()] * 5
+    assert len(result.prompt_logprobs or ()) == 7
+    assert engine.generate(PROMPTS[0][:1], max_new_tokens=0).stop_reason == "length"
+    assert all(isinstance(call, PrefillCall) for call in engine._runner._programs)
+    assert engine.idle
+
+
+def test_a_scored_prompt_does_not_change_the_decode_program(make_engine: MakeEngine) -> None:
+    """What the prompt's scores need must not be asked of the programs that write."""
+    engine = make_engine()
+    engine.generate(PROMPTS[1], max_new_tokens=3, prompt_logprobs=2)
+    assert [call.ranked for call in engine._runner._programs if isinstance(call, DecodeCall)] == [0]
+
+
+def test_pieces_of_a_finished_request_are_kept(make_engine: MakeEngine) -> None:
+    """Driving one request finishes others on the way: their text must still come out."""
+    engine = make_engine()
+    config = GenerationConfig(max_new_tokens=6)
+    first, second = engine.submit(PROMPTS[0], config), engine.submit(PROMPTS[1], config)
+    list(engine.pieces(second))
+    assert "".join(map(str, engine.pieces(first))) == engine.collect(first).text != ""
+
+
+def test_cancelled_answers_keep_what_they_wrote(make_engine: MakeEngine) -> None:
+    """Text and ids agree, beams included."""
+    engine = make_engine()
+    for settings_ in ({}, {"num_beams": 3}):
+        request = engine.submit(PROMPTS[0], GenerationConfig(max_new_tokens=9, **settings_))
+        for _ in range(4):
+            engine.step()
+        engine.cancel(request)
+        answer = engine.collect(request)
+        assert answer.stop_reason == "cancelled"
+        assert len(answer.ids) >= 3
+        assert answer.text == "".join(chr(i + 32) for i in answer.ids)
+
+
+def test_most_beams_and_stop_ids_fit_a_program() -> None:
+    """The largest request that the config allows must find a number of ranked tokens."""
+    assert RANKED[-1] >= MAX_BEAMS * (1 + MAX_STOP_IDS)
+
+
+def test_every_row_is_aligned(tiny_config: Any) -> None:
+    """Compiled GPU programs copy inputs that do not start at a multiple of 16 bytes, and lose what is written there."""
+    rows = Rows.allocate(5, 65, torch.device("cpu"))
+    cache = KVCache(tiny_config, 5, 32)
+    for first in range(5):
+        for tensor in flatten(rows.view(first, 1), cache.view(first, 1)):
+            assert tensor.data_ptr() % 16 == 0
 
 
 def test_figures_count_real_tokens(make_engine: MakeEngine) -> None:

@@ -167,3 +167,23 @@ def test_plain_data_without_a_size_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_model({"vocab_size": 8, "n_embd": 4}, "here")
     assert caught.value.found == "no n_positions, n_layer, n_head, rotary_dim"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layer_norm_epsilon", "1e-5"),
+        ("attn_pdrop", "0.1"),
+        ("tie_word_embeddings", "no"),
+        ("eos_token_id", "x"),
+        ("eos_token_id", [1.5]),
+        ("n_inner", "64"),
+        ("vocab_size", "64"),
+        ("bos_token_id", True),
+        ("activation_function", 3),
+    ],
+)
+def test_json_of_the_wrong_type_is_refused_by_name(tiny_config: ModelConfig, name: str, value: object) -> None:
+    """A string where a number belongs raised a bare TypeError, and "no" tied the embeddings."""
+    with pytest.raises(CheckpointError, match=name):
+        ModelConfig.from_hf({**tiny_config.to_hf(), name: value})

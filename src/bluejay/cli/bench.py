@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_format
 import statistics
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,7 @@ class LoopFigures:
     """One way to close the loop: what its programs cost to make, and a token to write.
 
     Attributes:
-        seconds_per_token: median over the rounds, of rows that are all written to the end.
+        seconds_per_token: in decode programs, median over the rounds, of answers written to the end.
         wasted: tokens computed for nobody when answers stop at a string a third of the way, as a share of all.
         same_ids: its answers are those of the host loop.
     """
@@ -75,11 +74,13 @@ def decode_loops(
         answers = {}
         for _ in range(rounds):
             for loop, engine in engines.items():
-                started = time.perf_counter()
+                before = engine.figures
                 answers[loop] = engine.generate(prompt, config)
-                seconds[loop].append((time.perf_counter() - started) / new)
+                after = engine.figures
+                spent = after.decode_seconds - before.decode_seconds
+                seconds[loop].append(spent / (after.new_tokens - before.new_tokens))
         text = answers["host"].text
-        stop = text[len(text) // 3 :][:4]
+        stop = text[len(text) // 3 :][:4] or None
         table = []
         for loop, engine in engines.items():
             before = engine.figures

@@ -22,8 +22,6 @@ def compile(
     model: Annotated[str, typer.Argument(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
     batch: Annotated[int, typer.Option(help="Rows at once, at most.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
-    prefill: Annotated[list[int] | None, typer.Option(help="Prompt-chunk length; may be repeated.")] = None,
-    slots: Annotated[list[int] | None, typer.Option(help="Cache length with own programs; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     blocks: Annotated[str, typer.Option(help="auto, inline (one program), shared (one per kind of layer).")] = "auto",
@@ -40,8 +38,6 @@ def compile(
 
     started = time.perf_counter()
     target = load_target(target_file) if target_file else None
-    buckets = {"prefill_buckets": tuple(sorted(set(prefill))) if prefill else None}
-    buckets |= {"slot_buckets": tuple(sorted(set(slots))) if slots else None}
     run = run_config(
         model,
         dtype or None,
@@ -54,7 +50,6 @@ def compile(
         cxx=preferred_compiler(),
         ambient=compiler_settings(),
         cache=str(cache or cache_folder()),
-        **{name: value for name, value in buckets.items() if value},
     )
     with Display(quiet) as display:
         built = build(run, display, weights=False)

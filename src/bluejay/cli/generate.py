@@ -46,9 +46,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
-    backend: Annotated[
-        str, typer.Option(help="auto, inductor (compiled) or eager (no compiler).")
-    ] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, inductor (compiled) or eager (no compiler).")] = "auto",
     loop: Annotated[str, typer.Option(help="Steps a call: host, one; device, several; unrolled, all.")] = "host",
     iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
     cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
@@ -112,15 +110,15 @@ def generate(
             offline=offline,
             observe=observe,
         )
-    if text is None:
-        _take_turns(engine, config, quiet)
-        return
-    result = _run(engine, text, config, echo=echo, silent=json)
-    if json:
-        record = _as_dict(engine, model, text, result, warnings)
-        print(json_format.dumps(record, ensure_ascii=False))
-    if not quiet:
-        print(_figures_line(engine, result), file=sys.stderr)
+        if text is None:
+            _take_turns(engine, config, quiet)
+            return
+        result = _run(engine, text, config, echo=echo, silent=json)
+        if json:
+            record = _as_dict(engine, model, text, result, warnings)
+            print(json_format.dumps(record, ensure_ascii=False))
+        if not quiet:
+            print(_figures_line(engine, result), file=sys.stderr)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -231,7 +229,11 @@ def _take_turns(engine: Engine, config: GenerationConfig, quiet: bool) -> None:
         except KeyboardInterrupt:  # ends this answer, not the conversation
             engine.cancel(request)
         print()
-        ids += engine.collect(request).ids
+        answer = engine.collect(request)
+        if answer.stop_reason in ("eos", "stop_id"):
+            ids += answer.ids[:-1]
+        else:
+            ids += engine.tokenizer.encode(answer.text) if answer.stop_reason == "stop" else answer.ids
 
 
 def _figures_line(engine: Engine, result: Generation) -> str:
@@ -245,7 +247,8 @@ def _figures_line(engine: Engine, result: Generation) -> str:
         parts.append(f"{figures.prompt_tokens} prompt tokens at {rate:,.0f}/s")
     if figures.new_tokens:
         rate = figures.new_tokens / figures.decode_seconds
-        parts.append(f"{sum(len(c.ids) for c in result.completions)} new tokens at {rate:,.0f}/s")
+        total = sum(len(c.ids) for c in result.completions)
+        parts.append(f"{total} new tokens, decoded at {rate:,.0f}/s")
     if result.first_token_seconds is not None:
         parts.append(f"first after {format_seconds(result.first_token_seconds)}")
     if figures.compile_seconds >= 0.1:

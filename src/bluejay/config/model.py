@@ -148,6 +148,7 @@ class ModelConfig:
         ):
             if raw.get(name) is not None:
                 values[name] = raw[name]
+        _check_types(values, source)
         known = {f.name for f in fields(cls)} | set(aliases.values()) | {"eos_token_id", "torch_dtype"}
         unknown = set(raw) - known - IGNORED_HF_KEYS - set(_FIXED_HF_KEYS) - {"quantization_config"}
         try:
@@ -178,6 +179,27 @@ class ModelConfig:
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
             **({"dtype": self.dtype, "torch_dtype": self.dtype} if self.dtype else {}),
         }
+
+
+def _check_types(values: Mapping[str, Any], source: str) -> None:
+    """JSON says "1e-5" and 1e-5 apart, and so must we: the wrong one would fail later, or be taken for true."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "activation_function": (str,),
+        "tie_word_embeddings": (bool,),
+        **dict.fromkeys(("layer_norm_epsilon", "embd_pdrop", "attn_pdrop", "resid_pdrop"), (int, float)),
+        **dict.fromkeys(("bos_token_id",), (int, type(None))),
+    }
+    for name, value in values.items():
+        items = value if isinstance(value, tuple) else (value,)
+        allowed = kinds.get(name, (int,) if name != "dtype" else (str,))
+        for item in items:
+            if not isinstance(item, allowed) or (isinstance(item, bool) and bool not in allowed):
+                raise CheckpointError(
+                    asked=f"read {source}",
+                    found=f"{name}: {item!r}",
+                    rule=f"{name} must be {' or '.join(kind.__name__ for kind in allowed)}",
+                    fix=f"correct {name}",
+                )
 
 
 def _wrong(name: str, value: object, rule: str) -> ConfigError:

@@ -147,6 +147,12 @@ class BeamSearch:
         assert self._done, "the search is not over"
         return self._finished[: self._n]
 
+    def leading(self) -> tuple[int, ...]:
+        """The best continuation so far, finished or not: what to keep of a search that is given up."""
+        if self._finished:
+            return self._finished[0].ids
+        return self._open[0]
+
     def _reason(self, ids: tuple[int, ...]) -> Literal["eos", "stop", "length"] | None:
         if ids[-1] in self._eos_ids:
             return "eos"

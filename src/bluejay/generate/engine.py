@@ -30,7 +30,7 @@ from bluejay.generate.scheduler import Scheduler, Slot
 from bluejay.generate.steps import IDLE
 from bluejay.generate.stop import StopMatcher
 
-StopReason = Literal["eos", "stop_id", "stop", "length", "cancelled"]
+StopReason = Literal["eos", "stop_id", "stop", "length", "cancelled", "error"]
 Prompt = str | Sequence[int]
 
 # What one more program call is worth in prompt tokens: about the tokens whose arithmetic takes as long as reading the
@@ -61,7 +61,8 @@ class Completion:
     Attributes:
         text: the answer, without a stop string and without the text of a stop id.
         ids: every token written, a final stop id included.
-        stop_reason: "eos", "stop_id", "stop" (a stop string), "length", or "cancelled".
+        stop_reason: "eos", "stop_id", "stop" (a stop string), "length", "cancelled", or "error" (see
+            `Engine.collect`).
         logprobs: one entry per id, when asked for.
         score: a beam's length-normalized sum of log-probabilities.
     """
@@ -145,6 +146,7 @@ class Answer(Slot):
     sample: int = field(kw_only=True)
     pending: tuple[int, ...] = ()  # prompt tokens still to prefill
     filled: int = 0  # prompt tokens in the cache
+    reads_all: bool = False  # the whole prompt, so that the prefill program writes the first token
     decoding: bool = False
     written: int = 0
     ids: list[int] = field(default_factory=list)
@@ -152,6 +154,12 @@ class Answer(Slot):
     logprobs: list[TokenLogprob] = field(default_factory=list)
     decoder: StreamDecoder = field(kw_only=True)
     matcher: StopMatcher = field(kw_only=True)
+
+    @property
+    def num_to_decode(self) -> int:
+        """Tokens that decode programs still have to write for this answer, at most."""
+        from_prefill = 1 if self.reads_all and self.written == 0 else 0
+        return self.request.max_new - self.written - from_prefill
 
     @property
     def scores_prompt(self) -> bool:
@@ -182,6 +190,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     done: dict[int, Completion] = field(default_factory=dict)
     first_token: float | None = None
+    error: NumericsError | None = None
     expected: int = 0  # answers to come; fewer than asked only where the vocabulary has no more beams to give
 
     def __post_init__(self) -> None:
@@ -295,15 +304,25 @@ class Engine:
     def pieces(self, request: Request) -> Iterator[Piece]:
         """Run the engine until the request is finished and yield its pieces; leaving the loop early cancels it."""
         try:
-            while not request.finished:
-                self.step()
+            while True:
                 while request.pieces:
                     yield request.pieces.popleft()
+                if request.finished:
+                    break
+                self.step()
         finally:
             self.cancel(request)
+        if request.error is not None:
+            raise request.error
 
     def collect(self, request: Request) -> Generation:
-        """The finished request's answers."""
+        """The finished request's answers.
+
+        Raises:
+            NumericsError: the model gave logits that are not numbers.
+        """
+        if request.error is not None:
+            raise request.error
         assert request.finished, f"{len(request.done)} of {request.expected} answers are done"
         return Generation(
             prompt_ids=request.prompt_ids,
@@ -321,7 +340,7 @@ class Engine:
             self._release([a for a in answers if a.row >= 0])
             for index in range(request.expected):
                 if index not in request.done:
-                    request.finish(index, self._completion(answers[index], "cancelled"), "")
+                    self._cut_off(request, index, "cancelled")
 
     @property
     def idle(self) -> bool:
@@ -333,25 +352,27 @@ class Engine:
         entered = self._scheduler.admit()
         for group in entered:
             self._enter(group)
+        self._leave()
         reading = self._runs([a for a in self._scheduler.rows if a.pending])
         if entered and self._scheduler.rows:
             # Whoever waits for a compiler waits before the first word, not after it.
             prefills = [call for answers, num_rows in reading for call in self._prefill_calls(answers, num_rows)]
-            self._runner.require([*prefills, self._decode_call()])
+            decodes = [self._decode_call()] if any(a.num_to_decode for a in self._scheduler.rows) else []
+            self._runner.require([*prefills, *decodes])
         for answers, num_rows in reading:
             self._prefill(answers, num_rows)
         have_read = [a for answers, _ in reading for a in answers if not a.pending]
-        self._leave(have_read)  # only now: rows move up when others leave
         for answer in have_read:
-            if answer.filled < len(answer.request.prompt_ids):
+            if not answer.reads_all:
                 self._prompt_read(next(g for g in answer.request.groups if g[0] is answer))
+        self._leave()  # only now: rows move up when others leave
         if any(a.decoding for a in self._scheduler.rows):
             self._decode()
 
     # ---- entering --------------------------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, config: GenerationConfig) -> Request:
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else map(operator.index, prompt))
+        ids = self._ids_of(prompt)
         request = Request(
             prompt_ids=ids,
             config=config,
@@ -376,14 +397,29 @@ class Engine:
             )
         if config.num_beams > 1 and request.max_new > 0:
             request.beams = self._beam_search(request)
-        answers = [self._answer(request, sample) for sample in range(max(config.n, config.num_beams))]
+        num_rows = max(config.n, config.num_beams) if request.max_new else 1  # without an answer: the prompt's scores
+        answers = [self._answer(request, sample) for sample in range(num_rows)]
         for first in range(0, len(answers), self.max_rows):
             group = answers[first : first + self.max_rows]
             # Only the first of a group reads the prompt; the others copy its cache. The prompt's last token is left for
             # the decode step, where each draws its own first token from the same logits.
-            group[0].pending = ids[:-1] if len(group) > 1 or request.max_new == 0 else ids
+            group[0].reads_all = len(group) == 1 and request.max_new > 0
+            group[0].pending = ids if group[0].reads_all else ids[:-1]
             request.groups.append(group)
         return request
+
+    def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        try:
+            return tuple(map(operator.index, prompt))
+        except TypeError:
+            raise RequestError(
+                asked=f"a continuation of {str(prompt)[:60]}",
+                found=f"a {type(prompt).__name__} with something else than whole numbers",
+                rule="a prompt is a text or a list of token ids",
+                fix="pass a string, or ids from engine.tokenizer.encode",
+            ) from None
 
     def _enqueue(self, request: Request) -> None:
         for group in request.groups:
@@ -398,7 +434,7 @@ class Engine:
                 fix="give at least one token, for example <|endoftext|> to start a document",
             )
         vocab_size = self.model.config.vocab_size
-        wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]
+        wrong = [i for i in ids if not 0 <= i < vocab_size]
         wrong += [i for i in config.stop_ids if i >= vocab_size]
         if wrong:
             raise RequestError(
@@ -476,7 +512,7 @@ class Engine:
     def _prefill_calls(self, answers: list[Answer], num_rows: int) -> list[PrefillCall]:
         """The calls that read what is left of these answers' prompts, the next one first."""
         longest = max(len(a.pending) for a in answers)
-        ranked, _ = self._variant(answers)
+        ranked = self._ranked(answers, prompt=True)
         slots = self._slots_for(max(a.filled + len(a.pending) for a in answers))
         widths = cover(longest, self._runner.prefill_buckets, CALL_COST_TOKENS)
         return [PrefillCall(num_rows, slots, width, ranked, answers[0].scores_prompt) for width in widths]
@@ -529,8 +565,7 @@ class Engine:
             request.prompt_logprobs.append(TokenLogprob(request.prompt_ids[0], None))
         if request.max_new == 0:
             for index in range(request.config.n):
-                request.finish(index, self._completion(request.answers[index], "length"), "")
-            self._release(group)
+                request.finish(index, self._completion(leader, "length"), "")
             return
         others = [a.row for a in group[1:]]
         self._cache.copy_rows([leader.row] * len(others), others)
@@ -562,7 +597,7 @@ class Engine:
                 self._advance_beams(answer.request, tokens, scores)
         if not any(a.request.beams for a in decoding):
             self._figures.wasted_tokens += computed - (self._figures.new_tokens - before)
-        self._leave(decoding)
+        self._leave()
 
     def _decode_call(self) -> DecodeCall:
         """How to write the next tokens of the rows in use."""
@@ -570,14 +605,15 @@ class Engine:
         chooses_beams = any(a.request.beams is not None for a in rows)  # which the host does, after every token
         unrolled = self._most_left(rows) if run.loop == "unrolled" and not chooses_beams else 1
         repeats = run.iterations if run.loop == "device" and not chooses_beams else 1
-        ranked, greedy = self._variant(rows)
+        ranked = self._ranked(rows, prompt=False)
+        greedy = all(a.request.config.temperature == 0 for a in rows)
         held = max(len(a.request.prompt_ids) + a.written for a in rows) + unrolled * repeats - 1
         num_rows = fit(len(rows), self._runner.batch_buckets)
         return DecodeCall(num_rows, self._slots_for(held), greedy, ranked, unrolled, repeats)
 
     def _most_left(self, rows: list[Answer]) -> int:
         """Tokens that the row with most to write still has to write, at least 1."""
-        return max(1, *(a.request.max_new - max(a.written, 1) for a in rows))
+        return max(1, *(a.num_to_decode for a in rows))
 
     def _accept(self, answer: Answer, token: int, scores: list[Tensor] | None) -> None:
         """Take a token into an answer: text, stop strings, stop reason."""
@@ -585,12 +621,8 @@ class Engine:
         if request.first_token is None:
             request.first_token = self._clock()
         if token == BAD_LOGITS:
-            raise NumericsError(
-                asked=f"token {len(answer.ids) + 1} of an answer",
-                found="logits that are NaN or infinite",
-                rule="sampling needs finite logits",
-                fix="load with dtype=bfloat16 or float32; if that does not help, the weights are damaged",
-            )
+            self._fail(request, len(answer.ids) + 1)
+            return
         answer.ids.append(token)
         answer.written += 1
         if scores is not None and request.config.logprobs is not None:
@@ -621,6 +653,30 @@ class Engine:
             logprobs=tuple(answer.logprobs) if wanted else None,
         )
 
+    def _cut_off(self, request: Request, index: int, reason: StopReason) -> None:
+        """End answer `index` with what is written of it."""
+        answer = request.answers[min(index, len(request.answers) - 1)]
+        if request.beams is not None:
+            ids = request.beams.leading()
+            text, _ = self._text_of(ids, request)
+            request.finish(index, Completion(text, ids, reason), text)
+        else:
+            text, _ = answer.push(answer.decoder.flush(), final=True)
+            request.finish(index, self._completion(answer, reason), text)
+
+    def _fail(self, request: Request, token_number: int) -> None:
+        """End a request whose logits are not numbers; the others go on."""
+        request.error = NumericsError(
+            asked=f"token {token_number} of an answer",
+            found="logits that are NaN or infinite",
+            rule="sampling needs finite logits",
+            fix="load with dtype=bfloat16 or float32; if that does not help, the weights are damaged",
+        )
+        for index in range(request.expected):
+            if index not in request.done:
+                self._cut_off(request, index, "error")
+        self._scheduler.withdraw(set(request.answers))
+
     def _stop_id_reason(self, token: int, request: Request) -> StopReason:
         return "stop_id" if token in request.config.stop_ids else "eos"
 
@@ -633,7 +689,8 @@ class Engine:
         rows = [a.row for a in group]
         count = beams.num_candidates
         if bool((tokens[rows] == BAD_LOGITS).any()):
-            self._accept(group[0], BAD_LOGITS, None)
+            self._fail(request, group[0].written + 1)
+            return
         if request.first_token is None:
             request.first_token = self._clock()
         move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
@@ -666,9 +723,9 @@ class Engine:
 
     # ---- rows and programs -----------------------------------------------------------------------------------------
 
-    def _leave(self, answers: list[Answer]) -> None:
+    def _leave(self) -> None:
         """Free the rows of answers that ended; beams leave together."""
-        self._release([a for a in answers if a.row >= 0 and (self._has_ended(a) or a.request.finished)])
+        self._release([a for a in self._scheduler.rows if self._has_ended(a) or a.request.finished])
 
     def _release(self, answers: list[Answer]) -> None:
         for answer in answers:
@@ -680,8 +737,8 @@ class Engine:
             self._rows.copy_rows([source], [target])
         self._rows.position[len(self._scheduler.rows) : num_used] = IDLE
 
-    def _variant(self, answers: list[Answer]) -> tuple[int, bool]:
-        """How many ranked tokens these rows need at most, and whether none of them samples."""
+    def _ranked(self, answers: list[Answer], *, prompt: bool) -> int:
+        """How many ranked tokens the programs of these rows must return."""
         needs = [0]
         for answer in answers:
             config = answer.request.config
@@ -689,11 +746,9 @@ class Engine:
                 needs.append(answer.request.beams.num_candidates)
             elif config.logprobs is not None:
                 needs.append(max(config.logprobs, 1))
-            if config.prompt_logprobs is not None and not answer.decoding:
+            if prompt and config.prompt_logprobs is not None:
                 needs.append(max(config.prompt_logprobs, 1))
-        return min(fit(max(needs), RANKED), self.model.config.vocab_size), all(
-            a.request.config.temperature == 0 for a in answers
-        )
+        return min(fit(max(needs), RANKED), self.model.config.vocab_size)
 
     def _slots_for(self, held: int) -> int:
         planned = max(len(a.request.prompt_ids) + a.request.max_new for a in self._scheduler.rows)

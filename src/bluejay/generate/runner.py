@@ -21,7 +21,7 @@ from bluejay.models import KVCache
 # Without a compiler a new shape costs nothing, so a step looks at few more slots than are in use: multiples of this.
 EAGER_SLOTS = 64
 # How many likeliest tokens programs return; a request gets the next larger number.
-RANKED = (0, 1, 8, 16, 64, 512)
+RANKED = (0, 1, 8, 16, 64, 256, 1024)
 
 
 @dataclass

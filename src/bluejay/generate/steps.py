@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bluejay.config import MAX_STOP_IDS, GenerationConfig
 from bluejay.generate.sampler import Sampling, rank_tokens, sample
-from bluejay.models import GPTJ, KVCache
+from bluejay.models import GPTJ, KVCache, aligned_rows
 
 IDLE = -1
 
@@ -51,13 +51,13 @@ class Rows:
         """Idle rows."""
 
         def whole(value: int, *shape: int) -> Tensor:
-            return torch.full((num_rows, *shape), value, dtype=torch.int64, device=device)
+            return aligned_rows(num_rows, shape, value, torch.int64, device)
 
         def real(value: float) -> Tensor:
-            return torch.full((num_rows,), value, dtype=torch.float32, device=device)
+            return aligned_rows(num_rows, (), value, torch.float32, device)
 
         def flags(*shape: int) -> Tensor:
-            return torch.zeros((num_rows, *shape), dtype=torch.bool, device=device)
+            return aligned_rows(num_rows, shape, False, torch.bool, device)
 
         return cls(
             token=whole(0),

@@ -10,6 +10,19 @@ from torch import Tensor, nn
 from bluejay.config import ModelConfig
 
 
+def aligned_rows(
+    num_rows: int, shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """[num_rows, *shape] filled with `value`, every row at an address that is a multiple of 16 bytes.
+
+    Compiled GPU programs copy an input that is not so aligned, and then what they write to it is lost.
+    """
+    width = 1 if not shape else shape[0]
+    padded = -(-width * dtype.itemsize // 16) * 16 // dtype.itemsize
+    table = torch.full((num_rows, padded), value, dtype=dtype, device=device)
+    return table[:, :width] if shape else table[:, 0]
+
+
 class LayerCache(NamedTuple):
     """One layer's keys and values, and what it must know to read them.
 
@@ -65,7 +78,7 @@ class KVCache(nn.Module):
         shape = (num_rows, config.n_head, 1 + num_slots, config.head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-        self.register_buffer("lengths", torch.zeros(num_rows, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("lengths", aligned_rows(num_rows, (), 0, torch.int64, device), persistent=False)
 
     @property
     def num_rows(self) -> int:
