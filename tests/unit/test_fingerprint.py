@@ -179,6 +179,99 @@ def test_hooks_count(model: GPTJ) -> None:
     assert key(model) == base
 
 
+def scaled(scale: Any) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda module, arguments, output: output * scale)
+    return module
+
+
+def with_default(scale: float) -> nn.Module:
+    def double(module: nn.Module, arguments: Any, output: Tensor, scale: float = scale) -> Tensor:
+        return output * scale
+
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(double)
+    return module
+
+
+def nested(scale: float) -> nn.Module:
+    def inner(x: Tensor) -> Tensor:
+        return x * scale
+
+    return scaled(inner)
+
+
+def of_a_local_class(scale: float) -> nn.Module:
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x * scale,)
+
+    return Scale()
+
+
+def of_a_local_number(number: float) -> nn.Module:
+    class Scale(nn.Module):
+        scale = number
+
+    return Scale()
+
+
+def bound(scale: float) -> nn.Module:
+    """A module that holds a method of a module outside its tree."""
+    module, other = nn.Linear(2, 2), nn.PReLU(1, init=scale)
+    module.kept = [other.forward]  # type: ignore[assignment]
+    return module
+
+
+def plain_tensor(scale: float) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.scale = torch.tensor(scale)
+    return module
+
+
+MAKERS = [scaled, with_default, nested, of_a_local_class, of_a_local_number, bound, plain_tensor]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_numbers_that_tracing_freezes_count_wherever_they_are_kept(make: Any) -> None:
+    """Catches two modules of one factory that share a program: a plain tensor, a closure, a default, a local class."""
+    assert key(make(2.0)) == key(make(2.0))
+    assert key(make(2.0)) != key(make(3.0))
+
+
+def test_two_lambdas_of_one_place_differ() -> None:
+    """Catches functions that are told apart by their name alone."""
+    keys = set()
+    for hook in (lambda m, a, o: o * 2, lambda m, a, o: o * 3, lambda m, a, o: o + 2):
+        module = nn.Linear(2, 2)
+        module.register_forward_hook(hook)
+        keys.add(key(module))
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(5000), torch.zeros((), device="meta")])
+def test_a_plain_tensor_without_known_content_is_refused(tensor: Tensor) -> None:
+    """Catches a table hashed by its shape; a buffer is an input of the program and needs no content."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", tensor)
+    key(module)
+    del module.table
+    module.table = tensor
+    with pytest.raises(ConfigError, match=r"Linear\.table.*neither parameter nor buffer(.|\n)*register"):
+        key(module)
+
+
+def test_references_to_weights_and_to_itself_are_spelled_by_name() -> None:
+    """Catches an endless description, and weights hashed by content because an attribute names them too."""
+
+    def make() -> nn.Module:
+        module = nn.Linear(100, 100)
+        module.own = [module.forward, module.weight]  # type: ignore[assignment]
+        return module
+
+    assert key(make()) == key(make())
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of our sources that a test may change."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ GRAPH_ROOMS = ("compile", "config", "kernels", "models", "quant")
 _PACKAGE = __name__.partition(".")[0]
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 _PLAIN_MODULE = frozenset(nn.Module().__dict__)
+# Elements of a plain tensor whose content is hashed. Programs freeze numbers in, never tables.
+_SMALL = 4096
 
 
 @dataclass(frozen=True)
@@ -123,23 +125,46 @@ def fingerprint(
             asked=f"a fingerprint of {type(module).__qualname__}",
             found=str(error),
             rule="everything that shapes a program is hashed, so it must have one spelling",
-            fix="use numbers, strings, tuples or dataclasses for attributes of modules and for identity",
+            fix="register tensors as buffers, and use numbers, strings, tuples or dataclasses for other attributes of "
+            "modules and for identity",
         ) from None
 
 
 def describe_module(module: nn.Module) -> dict[str, Any]:
-    """Every submodule by its path: class, and every attribute that is no tensor and no submodule."""
-    return {path: _describe(child, path or type(module).__qualname__) for path, child in module.named_modules()}
+    """Every submodule by its path: class, hooks, and every attribute that is no weight and no submodule.
+
+    Functions among them count with their code, defaults, closure and source file. What they read from variables of
+    other files is not followed.
+
+    Raises:
+        TypeError: an attribute has no spelling.
+    """
+    known = {id(tensor): f"weight {name}" for name, tensor in named_weights(module).items()}
+    return _describe_tree(module, type(module).__qualname__, known)
 
 
-def _describe(module: nn.Module, where: str) -> dict[str, Any]:
-    attributes = {
-        name: _spell(value) for name, value in vars(module).items() if name not in _PLAIN_MODULE or name == "training"
-    }
-    hooks = [_spell(hook) for name in vars(nn.Module()) if "_hooks" in name for hook in _hooks(module, name)]
+def _describe_tree(module: nn.Module, root: str, known: dict[int, str]) -> dict[str, Any]:
+    """
+    Args:
+        known: by its id, the name of each object that is described elsewhere; the modules of this tree are added.
+    """
+    children = dict(module.named_modules())
+    known |= {id(child): f"module {root} {path}" for path, child in children.items()}
+    return {path: _describe(child, path or root, known) for path, child in children.items()}
+
+
+def _describe(module: nn.Module, where: str, known: dict[int, str]) -> dict[str, Any]:
+    def spell(name: str, value: Any) -> Any:
+        place = f"{where}.{name}"
+        return canonical(_spell(value, place, known), exempt=EXEMPT, where=place)
+
+    kept = {name: value for name, value in vars(module).items() if name not in _PLAIN_MODULE or name == "training"}
+    attributes = {name: spell(name, value) for name, value in kept.items()}
+    hooks = [spell(name, hook) for name in vars(nn.Module()) if "_hooks" in name for hook in _hooks(module, name)]
+    local = {name: spell(name, value) for name, value in _local_members(type(module))}
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    spelled = canonical(attributes, exempt=EXEMPT, where=where)
-    return {"class": kind, "attributes": spelled, **({"hooks": hooks} if hooks else {})}
+    optional = {"hooks": hooks, "local": local}
+    return {"class": kind, "attributes": attributes, **{name: value for name, value in optional.items() if value}}
 
 
 def _hooks(module: nn.Module, name: str) -> list[Any]:
@@ -147,21 +172,83 @@ def _hooks(module: nn.Module, name: str) -> list[Any]:
     return list(hooks.values()) if isinstance(hooks, dict) else []
 
 
-def _spell(value: Any) -> Any:
+def _local_members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Methods and plain numbers of classes that a function made: its source file does not say which call made them."""
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if "<locals>" in base.__qualname__ else ():
+            is_method = isinstance(value, FunctionType) and name != "__init__"  # what that does is in the attributes
+            if is_method or (isinstance(value, int | float | str) and not name.startswith("__")):
+                yield f"{base.__qualname__}.{name}", value
+
+
+def _spell(value: Any, where: str, known: dict[int, str]) -> Any:
     """torch's and Python's own values in canonical terms; containers of them too; the rest unchanged."""
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return str(value)
-    if isinstance(value, FunctionType | MethodType | type):
+    if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, Tensor):  # a tensor that is neither parameter nor buffer would be frozen into the program
-        return TensorSpec.of("", value)
-    if isinstance(value, nn.Module):  # held outside the tree of submodules
-        return describe_module(value)
+    if id(value) in known and isinstance(value, Tensor | nn.Module | FunctionType):
+        return {"is": known[id(value)]}
+    if isinstance(value, FunctionType):
+        known[id(value)] = f"function {where}"
+        return _spell_function(value, where, known)
+    if isinstance(value, MethodType):
+        owner, function = _spell(value.__self__, where, known), _spell(value.__func__, where, known)
+        return {"self": owner, "function": function}
+    if isinstance(value, Tensor):
+        return _spell_tensor(value, where)
+    if isinstance(value, nn.Module):  # held outside the tree of submodules: its weights are plain tensors
+        weights = {name: _spell(tensor, f"{where}.{name}", known) for name, tensor in named_weights(value).items()}
+        return {"modules": _describe_tree(value, where, known), "weights": weights}
     if isinstance(value, list | tuple):
-        return [_spell(item) for item in value]
+        return [_spell(item, where, known) for item in value]
     if isinstance(value, dict):
-        return {key: _spell(item) for key, item in value.items()}
+        return {key: _spell(item, where, known) for key, item in value.items()}
     return value
+
+
+def _spell_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
+    """A tensor that is neither parameter nor buffer, with its content: tracing freezes that into the program."""
+    if tensor.is_meta or tensor.numel() > _SMALL:
+        raise TypeError(f"{where}: a tensor of shape {list(tensor.shape)} that is neither parameter nor buffer")
+    content = bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    return {"tensor": TensorSpec.of("", tensor), "content": content}
+
+
+def _spell_function(function: FunctionType, where: str, known: dict[int, str]) -> Any:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name.startswith("torch."):
+        return name  # torch's version covers it
+    file = _source_file(function)
+    return {
+        "function": name,
+        "source": _digest_of_files({file.name: file}),
+        "code": _spell_code(function.__code__),
+        "defaults": _spell([function.__defaults__, function.__kwdefaults__], where, known),
+        "closure": [_spell(_content(cell), where, known) for cell in function.__closure__ or ()],
+    }
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "nothing yet"
+
+
+def _spell_code(code: CodeType) -> dict[str, Any]:
+    """What a function does, without where it stands."""
+    return {"bytes": code.co_code, "names": code.co_names, "constants": [_spell_constant(c) for c in code.co_consts]}
+
+
+def _spell_constant(constant: Any) -> Any:
+    if isinstance(constant, CodeType):
+        return _spell_code(constant)
+    if isinstance(constant, tuple):
+        return [_spell_constant(item) for item in constant]
+    if isinstance(constant, frozenset):
+        return sorted(map(repr, constant))
+    return [type(constant).__name__, repr(constant)]
 
 
 def source_digests(module: nn.Module, package_folder: Path = _PACKAGE_FOLDER) -> dict[str, str]:
@@ -186,10 +273,11 @@ def room_digests(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, str]:
     return {f"{_PACKAGE}.{room}": _digest_of_folder(package_folder / room) for room in sorted(rooms)}
 
 
-def _source_file(kind: type) -> Path:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+def _source_file(made: type | FunctionType) -> Path:
+    """The file of a class or a function."""
+    file = getattr(sys.modules.get(made.__module__), "__file__", None)
     if file is None:
-        raise TypeError(f"class {kind.__qualname__} of {kind.__module__} has no source file")
+        raise TypeError(f"{made.__qualname__} of {made.__module__} has no source file")
     return Path(file)
 
 
