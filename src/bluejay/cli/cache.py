@@ -168,7 +168,11 @@ def import_file(
     cache: Cache = None,
     json: Json = False,
 ) -> None:
-    """Take the programs for this kind of machine from a file."""
+    """Take the programs for this kind of machine from a file.
+
+    Programs are native code that runs with your rights, and checksums do not say who made them: import only archives
+    from a source you trust.
+    """
     if not file.is_file():
         raise ConfigError(
             asked=f"import programs from {file}",

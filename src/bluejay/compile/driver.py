@@ -45,7 +45,7 @@ def compile(
         label: what this is, in words, for lists and progress.
 
     Raises:
-        MachineError: there is no C++ compiler, and the store does not have the program.
+        MachineError: there is no C++ compiler that works, and the store does not have the program.
         ConfigError: the module cannot be compiled as it is written; the message says why.
     """
     device = torch.device(device or _device_of(example_inputs))
@@ -60,17 +60,26 @@ def compile(
     compiler = cxx_compiler(spec.cxx)
     wanted = _wanted(module, inputs, spec, compiler, device, identity)
 
+    def tell(name: str, **fields: Any) -> None:
+        observe(Event(name, {**fields, "label": label, "fingerprint": wanted.digest}))
+
     def build(folder: Path) -> dict[str, Any]:
         if compiler is None:
-            raise _no_compiler(spec, label)
+            raise no_compiler(spec, label)
         from bluejay.compile.graph import trace  # a quarter of a second that a program found in the store saves
 
         started = time.perf_counter()
-        observe(Event("compile.start", {"label": label, "fingerprint": wanted.digest}))
-        traced = trace(module, example_inputs, names, device.type, spec.blocks)
-        programs = inductor.build(traced, folder, threads, compiler.path, observe)
+        tell("compile.start")
+        try:
+            traced = trace(module, example_inputs, names, device.type, spec.blocks)
+            programs = inductor.build(
+                traced, folder, threads, compiler.path, lambda part, parts: tell("compile.part", part=part, parts=parts)
+            )
+        except BaseException:  # an interrupt too: who shows that it runs must know that it no longer does
+            tell("compile.failed")
+            raise
         seconds = time.perf_counter() - started
-        observe(Event("compile.done", {"label": label, "fingerprint": wanted.digest, "seconds": seconds}))
+        tell("compile.done", seconds=seconds)
         signature = traced.signature
         return {
             "label": label,
@@ -96,7 +105,7 @@ def compile(
         return inductor.Chain([inductor.load(folder / p["file"], device) for p in plan["programs"]], plan)
 
     if store is not None:
-        chain, manifest, built = store.obtain(wanted, build, load, observe)
+        chain, manifest, built = store.obtain(wanted, build, load, lambda event: tell(event.name, **event.fields))
     else:
         with tempfile.TemporaryDirectory(prefix="bluejay-") as work:  # what is loaded outlives its file
             manifest, built = make_entry(wanted, build, Path(work)), True
@@ -138,7 +147,8 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
-def _no_compiler(spec: CompileSpec, label: str) -> MachineError:
+def no_compiler(spec: CompileSpec, label: str) -> MachineError:
+    """The error of a machine that has to compile and cannot."""
     return MachineError(
         asked=f"compile {label or 'a program'}",
         found=f"no working C++ compiler named {spec.cxx}" if spec.cxx else "no C++ compiler on this machine",

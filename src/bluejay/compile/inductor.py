@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bluejay.compile.signature import TensorSpec
-from bluejay.events import Event, Observer
+from bluejay.errors import MachineError
+from bluejay.machine import how_to_install_compiler
 
 if TYPE_CHECKING:
     from bluejay.compile.graph import Traced
@@ -46,17 +48,26 @@ def options(device: str, threads: int, cxx: str) -> dict[str, Any]:
     return chosen
 
 
-def build(traced: Traced, folder: Path, threads: int, cxx: str, observe: Observer) -> list[dict[str, Any]]:
-    """Write one library per part into `folder`; returns their names and inputs, for the manifest."""
+def build(
+    traced: Traced, folder: Path, threads: int, cxx: str, begin: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    """Write one library per part into `folder`; returns their names and inputs, for the manifest.
+
+    Args:
+        begin: is called before each part with its number, from 1, and the number of parts.
+
+    Raises:
+        MachineError: the compiler cannot build what Inductor wrote.
+    """
     import torch._inductor  # two seconds to import, and a program found in the store never needs it
 
     programs = []
     for number, part in enumerate(traced.parts):
-        observe(Event("compile.part", {"part": number + 1, "parts": len(traced.parts)}))
+        begin(number + 1, len(traced.parts))
         work = folder / f"part-{number}"
         work.mkdir()
         wanted = {**options(traced.signature.device, threads, cxx), "aot_inductor.output_path": str(work)}
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _compiler_errors(cxx):
             warnings.simplefilter("ignore", FutureWarning)  # Inductor's use of torch's own pytree
             library = Path(str(torch._inductor.aot_compile(part.graph, part.examples, options=wanted)))
         name = f"program-{number}.so"
@@ -68,6 +79,39 @@ def build(traced: Traced, folder: Path, threads: int, cxx: str, observe: Observe
         inputs = [TensorSpec.of(f"input[{i}]", example) for i, example in enumerate(part.examples)]
         programs.append({"file": name, "inputs": inputs})
     return programs
+
+
+@contextlib.contextmanager
+def _compiler_errors(cxx: str) -> Iterator[None]:
+    """Failures of the C++ compiler, however deep, as what they are: this machine cannot build programs."""
+    try:
+        yield
+    except Exception as error:
+        found = _compiler_error(error)
+        if found is None:
+            raise
+        raise MachineError(
+            asked=f"build a program with {cxx}",
+            found=f"the compiler failed: {found}",
+            rule="the inductor back-end writes C++ and needs a compiler with its standard library to build it",
+            fix=f"repair it ({how_to_install_compiler()}), name another one in CXX, import programs made elsewhere "
+            "(bluejay cache import), or use --backend eager",
+        ) from error
+
+
+def _compiler_error(error: BaseException | None) -> str | None:
+    """What the compiler said first, if it is at the bottom of `error`."""
+    from torch._inductor import exc
+
+    while error is not None:
+        if isinstance(error, exc.CppCompileError | subprocess.CalledProcessError):
+            output = error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
+            lines = [line.strip() for line in output.splitlines() if line.strip()]
+            return next((line for line in lines if "error" in line.lower()), (lines or ["it says nothing"])[0])
+        if isinstance(error, exc.InvalidCxxCompiler):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def load(path: Path, device: torch.device) -> Program:

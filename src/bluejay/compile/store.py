@@ -142,6 +142,19 @@ class Store:
         except (StoreError, OSError):
             return False
 
+    def can_keep(self, observe: Observer = ignore) -> bool:
+        """Whether entries can be written here, tried with a lock and a small file. If not, the one warning is given."""
+        try:
+            with self._locked("probe"):
+                for name in ("staging", "entries"):
+                    (self.folder / name).mkdir(exist_ok=True)
+                    with tempfile.TemporaryDirectory(prefix="probe.", dir=self.folder / name) as folder:
+                        _write(Path(folder, "probe"), b"probe")
+        except OSError as error:
+            self._warn(error, observe)
+            return False
+        return True
+
     def put(self, work: Path, manifest: Mapping[str, Any]) -> Path:
         """Copy the files of a sealed entry in under its fingerprint, replacing what is there; returns its folder.
 
@@ -293,7 +306,10 @@ class Store:
                     if not wait:
                         raise
                     observe(Event("compile.wait", {"fingerprint": fingerprint}))
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    finally:
+                        observe(Event("compile.waited", {"fingerprint": fingerprint}))
                 # The last holder deleted the file before letting go: if that was ours, the lock holds nobody back.
                 if not _is_same_file(descriptor, path):
                     continue

@@ -1,7 +1,9 @@
 """Several programs at once: worker processes that compile into a store shared with the process that started them.
 
 Most of a program's time is spent in one thread of Python and then in one C++ compiler, so two processes halve it. Jobs
-go to a worker through its standard input, pickled by us for us; events come back as lines of JSON.
+go to a worker through its standard input as pickles, events come back as lines of JSON. The pickles only cross the pipe
+between this process and a child that it started itself: nothing is ever unpickled that comes from a file or another
+program.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from bluejay.compile.driver import compile, is_stored
+from bluejay.compile.driver import compile, is_stored, no_compiler
 from bluejay.compile.signature import named_weights
 from bluejay.compile.store import Store
 from bluejay.config import CompileSpec
 from bluejay.events import Event, Observer, ignore
-from bluejay.machine import available_memory_bytes, cpu
+from bluejay.machine import available_memory_bytes, cpu, cxx_compiler
 
 # What a worker needs while it compiles a step of any size: torch, Inductor, and one run of the C++ compiler.
 WORKER_BYTES = 2**30
@@ -51,11 +53,13 @@ def compile_all(
 ) -> int:
     """See to it that the store has the program of every job; returns how many were compiled now.
 
+    A store that cannot be written gives its warning and gets none: a program that is not kept is made where it is used.
+
     Args:
         workers: processes at once; 0 takes as many as cores, memory and jobs allow. One job, or one worker, is
             compiled in this process.
 
-    Raises: as `compile`.
+    Raises: as `compile`; without a compiler before anything is begun.
     """
     if spec.backend == "eager":
         return 0
@@ -65,6 +69,10 @@ def compile_all(
         for job in jobs
         if not is_stored(job.module, job.example_inputs, spec, store, device=job.device, identity=job.identity)
     ]
+    if missing and cxx_compiler(spec.cxx) is None:
+        raise no_compiler(spec, missing[0].label)
+    if not missing or not store.can_keep(observe):
+        return 0
     before = store.compilations
     allowed = workers or min(cpu().num_cores, max(1, available_memory_bytes() // (2 * WORKER_BYTES)))
     if min(allowed, len(missing)) > 1:
@@ -101,17 +109,27 @@ def _in_workers(jobs: list[Job], spec: CompileSpec, store: Store, observe: Obser
             warned.add(text)
 
     def serve(process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(queue.Empty):
-            while process.poll() is None:
+        while process.poll() is None:
+            try:
                 job = todo.get_nowait()
-                if not _hand_over(job, process, told):
+            except queue.Empty:
+                return
+            done = False
+            try:
+                done = _hand_over(job, process, told)
+            except Exception:  # whatever it is, a listener's fault too: this process meets it again and can raise it
+                return  # and who knows what that worker is doing
+            finally:
+                if not done:
                     failed.append(job)
 
-    processes = [_start(spec, store) for _ in range(count)]
-    threads = [threading.Thread(target=serve, args=(process,), daemon=True) for process in processes]
+    processes: list[subprocess.Popen[bytes]] = []
+    threads: list[threading.Thread] = []
     try:
-        for thread in threads:
-            thread.start()
+        for _ in range(count):
+            processes.append(_start(spec, store))
+            threads.append(threading.Thread(target=serve, args=(processes[-1],), daemon=True))
+            threads[-1].start()
         for thread in threads:
             thread.join()
     finally:
@@ -136,10 +154,14 @@ def _hand_over(job: Job, process: subprocess.Popen[bytes], told: Observer) -> bo
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(pickle.dumps(_hollow(job)))
+        packed = pickle.dumps(_hollow(job))
+    except Exception:  # what cannot be copied or named, such as a class within a function, stays in this process
+        return False
+    try:
+        pickle.dump(packed, process.stdin)
         process.stdin.flush()
-    except (BrokenPipeError, pickle.PicklingError, AttributeError, TypeError):
-        return False  # a class that another process cannot import, or a worker that is gone
+    except BrokenPipeError:  # the worker is gone
+        return False
     for line in process.stdout:
         message = json.loads(line)
         if "done" in message:
@@ -194,8 +216,9 @@ def work() -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         spec, folder = pickle.load(source)
         store = Store(folder)
-        for job in _jobs(source):
+        for packed in _packed_jobs(source):
             try:
+                job: Job = pickle.loads(packed)  # fails for a class that only the starter has: its main file's
                 compile(
                     job.module,
                     job.example_inputs,
@@ -212,6 +235,6 @@ def work() -> None:
             tell({"done": done})
 
 
-def _jobs(source: IO[bytes]) -> Iterator[Job]:
+def _packed_jobs(source: IO[bytes]) -> Iterator[bytes]:
     while True:
         yield pickle.load(source)
