@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bluejay.compile import Executable, SignatureError, Store, compile
-from bluejay.compile.lowering import OneRow
+from bluejay.compile.lowering import FewRows
 from bluejay.config import CompileSpec, ModelConfig
 from bluejay.errors import ConfigError, MachineError
 from bluejay.events import Event
@@ -291,13 +291,13 @@ def test_parts_keep_views_and_changes_apart(store: Store) -> None:
 # ---- the two rewritten operations ----------------------------------------------------------------------------------
 
 
-def test_one_row_and_one_query_compute_the_same(tiny_config: ModelConfig, tiny_model: GPTJ) -> None:
+def test_few_rows_and_one_query_compute_the_same(tiny_config: ModelConfig, tiny_model: GPTJ) -> None:
     """Catches a rewritten operation that differs, without waiting for a compiler: same logits under the rewriting."""
-    for num_rows in (1, 3):
+    for num_rows, width in ((1, 1), (3, 1), (1, 8)):
         with torch.no_grad():
-            expected = Step(tiny_model)(*inputs(tiny_config, num_rows, 1))
-            with OneRow():
-                found = Step(tiny_model)(*inputs(tiny_config, num_rows, 1))
+            expected = Step(tiny_model)(*inputs(tiny_config, num_rows, width))
+            with FewRows():
+                found = Step(tiny_model)(*inputs(tiny_config, num_rows, width))
         assert_same(found, expected)
         assert not torch.equal(found[1], expected[1])  # it did take the other way
 
@@ -305,7 +305,7 @@ def test_one_row_and_one_query_compute_the_same(tiny_config: ModelConfig, tiny_m
 def test_a_query_that_sees_nothing_stays_finite() -> None:
     """Catches NaN from a softmax over nothing, which would spread from idle rows. B-28."""
     q, k, v = (torch.randn(1, 2, n, 4) for n in (1, 6, 6))
-    with OneRow():
+    with FewRows():
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(1, 1, 1, 6, dtype=torch.bool))
     assert mixed.isfinite().all()
 
@@ -314,7 +314,7 @@ def test_scores_are_scaled_before_they_can_overflow() -> None:
     """Catches fp16 scores that overflow: 20 in all of 256 channels gives 102400 unscaled. B-27."""
     q, k = (torch.full((1, 1, n, 256), 20.0, dtype=torch.float16) for n in (1, 2))
     v = torch.tensor([1.0, 3.0], dtype=torch.float16)[None, None, :, None].expand(1, 1, 2, 256)
-    with OneRow():
+    with FewRows():
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(1, 1, 1, 2, dtype=torch.bool))
     assert mixed.eq(2.0).all()
 

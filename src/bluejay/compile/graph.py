@@ -18,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from bluejay.compile.lowering import OneRow
+from bluejay.compile.lowering import FewRows
 from bluejay.compile.signature import Signature, TensorSpec, named_weights
 from bluejay.errors import ConfigError
 
@@ -118,7 +118,7 @@ def _export(module: nn.Module, examples: Sequence[Tensor], device: str) -> tuple
         memo[id(tensor)] = nn.Parameter(fake(tensor), requires_grad=False) if is_parameter else fake(tensor)
     hollow = copy.deepcopy(module, memo)
     inputs = tuple(map(fake, examples))
-    rewrite = OneRow() if device == "cpu" else nullcontext()
+    rewrite = FewRows() if device == "cpu" else nullcontext()
     with torch.no_grad(), tracing(TracingContext(mode)), rewrite:
         exported = torch.export.export(hollow, inputs, strict=False)
     names = []

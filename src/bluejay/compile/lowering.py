@@ -1,8 +1,8 @@
-"""Two operations written so that the code generator does them well when a program has one row or one query.
+"""Two operations written so that the code generator does them well when a program has few rows, or one query.
 
-Both are memory-bound there: each weight and each cached key is used once. A library call reads them through a general
-matrix product, after copies that blank unused cache slots; written as a multiply and a sum, the generator fuses the
-blanking, the activation and the residual into the one loop that reads them.
+Both are memory-bound there: each weight and each cached key is used once or a few times. A library call reads them
+through a general matrix product, after copies that blank unused cache slots; written as a multiply and a sum, the
+generator fuses the blanking, the activation and the residual into the one loop that reads them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+# Rows up to which the sum beats the library's matrix product (measured at widths 256 and 4096; docs/decisions/0012).
+FEW_ROWS = {torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
 
-def linear_of_one_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for a single row, accumulated in fp32 or wider.
+
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` as one sum per row, accumulated in fp32. The generator reads each weight once for all rows.
 
     Shapes:
-        x: [..., K] with one row   weight: [N, K]   bias: [N]   returns: [..., N]
+        x: [..., K]   weight: [N, K]   bias: [N]   returns: [..., N]
     """
-    wide = _accumulator(x)
-    y = (x.reshape(1, -1).to(wide) * weight.to(wide)).sum(-1)
+    wide = weight.float()
+    rows = [(row * wide).sum(-1) for row in x.reshape(-1, x.shape[-1]).float().unbind()]
+    y = torch.stack(rows) if len(rows) > 1 else rows[0]
     if bias is not None:
-        y = y + bias.to(wide)
+        y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -37,18 +41,13 @@ def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> 
     Shapes:
         q: [B, H, 1, D]   k, v: [B, H, S, D]   visible: [B, 1 or H, 1, S] bool   returns: [B, H, 1, D]
     """
-    wide = _accumulator(q)
-    scores = (q.to(wide) * q.shape[-1] ** -0.5 * k.to(wide)).sum(-1, keepdim=True)  # [B, H, S, 1]
-    scores = scores.masked_fill(~visible.transpose(-1, -2), torch.finfo(wide).min)
-    return (scores.softmax(-2) * v.to(wide)).sum(-2, keepdim=True).to(v.dtype)
+    scores = (q.float() * q.shape[-1] ** -0.5 * k.float()).sum(-1, keepdim=True)  # [B, H, S, 1]
+    scores = scores.masked_fill(~visible.transpose(-1, -2), torch.finfo(scores.dtype).min)
+    return (scores.softmax(-2) * v.float()).sum(-2, keepdim=True).to(v.dtype)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-class OneRow(TorchFunctionMode):
-    """While active, `F.linear` of one row and attention of one query take the forms above; all else is untouched."""
+class FewRows(TorchFunctionMode):
+    """While active, `F.linear` of few rows and attention of one query take the forms above; all else is untouched."""
 
     def __torch_function__(
         self,
@@ -58,8 +57,8 @@ class OneRow(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is F.linear and args[0].shape[:-1].numel() == 1 and args[0].is_floating_point():
-            return linear_of_one_row(*args, **kwargs)
+        if func is F.linear and 0 < args[0].shape[:-1].numel() <= FEW_ROWS.get(args[0].dtype, 0):
+            return linear_of_few_rows(*args, **kwargs)
         if func is F.scaled_dot_product_attention and _is_masked_single_query(args, kwargs):
             return attention_of_one_query(args[0], args[1], args[2], kwargs["attn_mask"])
         return func(*args, **kwargs)
@@ -68,5 +67,7 @@ class OneRow(TorchFunctionMode):
 def _is_masked_single_query(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     mask = kwargs.get("attn_mask")
     plain = not kwargs.get("is_causal") and not kwargs.get("dropout_p") and kwargs.get("scale") is None
-    same_heads = len(args) == 3 and args[0].dim() == 4 and args[0].shape[:2] == args[1].shape[:2]
-    return same_heads and args[0].shape[2] == 1 and plain and mask is not None and mask.dtype == torch.bool
+    if len(args) != 3 or not plain or mask is None or mask.dtype != torch.bool:
+        return False
+    q, k = args[:2]
+    return q.dim() == 4 and q.shape[2] == 1 and q.shape[:2] == k.shape[:2] and q.dtype in FEW_ROWS
