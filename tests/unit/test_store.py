@@ -133,6 +133,15 @@ def test_a_damaged_entry_is_made_again_with_one_warning(
     assert len(user.warnings) == 1
 
 
+def test_a_changed_plan_is_noticed(user: User, entry: Path) -> None:
+    """Catches a checksum that leaves something out: programs called in another order give another answer. B-50."""
+    manifest = json.loads((entry / "manifest.json").read_text())
+    manifest["plan"]["calls"][0][1] = [1]
+    (entry / "manifest.json").write_text(json.dumps(manifest))
+    assert user.ask()
+    assert "manifest has changed" in user.warnings[0]
+
+
 def rewrite(entry: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a manifest and seal it again, as an older or other version would have written it."""
     manifest = json.loads((entry / "manifest.json").read_text())
@@ -159,6 +168,7 @@ def test_another_format_or_a_file_elsewhere_is_a_miss(user: User, entry: Path) -
     rewrite(entry, lambda manifest: manifest["files"].update({"../../secret": {"bytes": 0, "sha256": ""}}))
     assert user.ask()
     rewrite(entry, lambda manifest: manifest.pop("label"))
+    assert "outside its folder" in user.warnings[1]
     assert [info.problem for info in user.store.entries()] == ["its manifest has no label"]
     assert user.ask()
     assert len(user.warnings) == 3
