@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bluejay.compile import Job, Store, compile, compile_all, driver, workers
+from bluejay.compile import Job, Store, compile, compile_all, driver, inductor, workers
 from bluejay.compile.fingerprinting import Fingerprint
 from bluejay.config import CompileSpec
 from bluejay.errors import MachineError
@@ -38,6 +38,7 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(workers, "compile", lambda *arguments, label, **others: labels.append(label))
     for place in (workers, driver):
         monkeypatch.setattr(place, "cxx_compiler", lambda preferred="": Compiler("c++", "c++ 1"))
+    monkeypatch.setattr(inductor, "compiler_problem", lambda cxx: "")
     return labels
 
 
@@ -163,27 +164,38 @@ def test_a_worker_survives_a_class_that_it_cannot_import(tmp_path: Path) -> None
     assert b"Traceback" not in ended.stderr
 
 
-def test_a_compiler_that_cannot_build_is_a_fault_of_the_machine(tmp_path: Path) -> None:
-    """Catches Inductor's own error, on which no run falls back to eager; its first line is what helps."""
-    compiler = tmp_path / "halfway"
+def broken_compiler(folder: Path) -> str:
+    compiler = folder / "broken"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo halfway 1.0 && exit\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit\n'
         "echo In file included from program.cpp:1: >&2\necho program.cpp:1:10: fatal error: cmath: No such file >&2\n"
         "echo compilation terminated. >&2\nexit 1\n"
     )
     compiler.chmod(0o755)
-    events: list[Event] = []
+    return str(compiler)
+
+
+def test_a_compiler_that_builds_nothing_is_found_out_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a minute of attempts, in workers and then here, before a run falls back to eager."""
+    monkeypatch.setattr(workers, "_start", no_process)
+    spec, events = CompileSpec(threads=1, cxx=broken_compiler(tmp_path)), list[Event]()
+    with pytest.raises(MachineError, match=r"program\.cpp:1:10: fatal error: cmath: No such file\n"):
+        compile_all(jobs(nn.Tanh(), nn.ReLU()), spec, Store(tmp_path / "store"), events.append, workers=2)
+    with pytest.raises(MachineError, match="fatal error: cmath"):
+        compile(nn.Tanh(), (torch.ones(2, 8),), spec, None, events.append)
+    assert events == []
+
+
+def test_a_compiler_that_cannot_build_a_program_is_a_fault_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches Inductor's own error, on which no run falls back to eager; the compiler's first error is what helps."""
+    monkeypatch.setattr(inductor, "compiler_problem", lambda cxx: "")
+    spec, events = CompileSpec(threads=1, cxx=broken_compiler(tmp_path)), list[Event]()
     with pytest.raises(MachineError) as raised:
-        compile(
-            nn.LayerNorm(8),
-            (torch.ones(2, 8),),
-            CompileSpec(threads=1, cxx=str(compiler)),
-            Store(tmp_path / "store"),
-            events.append,
-            label="a norm",
-        )
+        compile(nn.LayerNorm(8), (torch.ones(2, 8),), spec, Store(tmp_path / "store"), events.append, label="a norm")
     assert raised.value.found.endswith("program.cpp:1:10: fatal error: cmath: No such file")
-    assert str(compiler) in raised.value.asked
+    assert spec.cxx in raised.value.asked
     assert [event.name for event in events] == ["compile.start", "compile.part", "compile.failed"]
     assert {event.fields["label"] for event in events} == {"a norm"}
     assert len({event.fields["fingerprint"] for event in events}) == 1

@@ -64,8 +64,7 @@ def compile(
         observe(Event(name, {**fields, "label": label, "fingerprint": wanted.digest}))
 
     def build(folder: Path) -> dict[str, Any]:
-        if compiler is None:
-            raise no_compiler(spec, label)
+        cxx = require(compiler, spec, label).path
         from bluejay.compile.graph import trace  # a quarter of a second that a program found in the store saves
 
         started = time.perf_counter()
@@ -73,7 +72,7 @@ def compile(
         try:
             traced = trace(module, example_inputs, names, device.type, spec.blocks)
             programs = inductor.build(
-                traced, folder, threads, compiler.path, lambda part, parts: tell("compile.part", part=part, parts=parts)
+                traced, folder, threads, cxx, lambda part, parts: tell("compile.part", part=part, parts=parts)
             )
         except BaseException:  # an interrupt too: who shows that it runs must know that it no longer does
             tell("compile.failed")
@@ -147,12 +146,20 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
-def no_compiler(spec: CompileSpec, label: str) -> MachineError:
-    """The error of a machine that has to compile and cannot."""
-    return MachineError(
-        asked=f"compile {label or 'a program'}",
-        found=f"no working C++ compiler named {spec.cxx}" if spec.cxx else "no C++ compiler on this machine",
-        rule="the inductor back-end writes C++ and needs a compiler to build it",
-        fix=f"install one ({how_to_install_compiler()}), import programs made elsewhere (bluejay cache import), "
-        "or use --backend eager",
-    )
+def require(compiler: Compiler | None, spec: CompileSpec, label: str) -> Compiler:
+    """The compiler, once it has built something.
+
+    Raises:
+        MachineError: there is none, or it cannot.
+    """
+    if compiler is None:
+        raise MachineError(
+            asked=f"compile {label or 'a program'}",
+            found=f"no working C++ compiler named {spec.cxx}" if spec.cxx else "no C++ compiler on this machine",
+            rule="the inductor back-end writes C++ and needs a compiler to build it",
+            fix=f"install one ({how_to_install_compiler()}), import programs made elsewhere (bluejay cache import), "
+            "or use --backend eager",
+        )
+    if problem := inductor.compiler_problem(compiler.path):
+        raise inductor.cannot_build(compiler.path, problem)
+    return compiler

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 
 # A program takes its inputs as a list and returns its outputs as a list.
 Program = Callable[[list[Tensor]], list[Tensor]]
+
+# The least that a compiler must build: the language of the generated code, the standard library, a shared library.
+_TRIAL = """#include <cmath>
+#include <vector>
+extern "C" double one() { return std::vector<double>(1, std::cos(0.0))[0]; }
+"""
 
 
 def options(device: str, threads: int, cxx: str) -> dict[str, Any]:
@@ -81,37 +89,57 @@ def build(
     return programs
 
 
+@cache
+def compiler_problem(cxx: str) -> str:
+    """What keeps a compiler that answers from building, in its own words, or nothing. A tenth of a second, once."""
+    with tempfile.TemporaryDirectory(prefix="bluejay-") as folder:
+        source = Path(folder, "trial.cpp")
+        source.write_text(_TRIAL)
+        command = [cxx, "-std=c++20", "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)]
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return _first_error(ended.stderr + ended.stdout) if ended.returncode else ""
+
+
+def cannot_build(cxx: str, problem: str) -> MachineError:
+    """The error of a machine whose compiler fails."""
+    return MachineError(
+        asked=f"build a program with {cxx}",
+        found=f"the compiler failed: {problem}",
+        rule="the inductor back-end writes C++20 and needs a compiler with its standard library to build it",
+        fix=f"repair it ({how_to_install_compiler()}), name another one in CXX, import programs made elsewhere "
+        "(bluejay cache import), or use --backend eager",
+    )
+
+
 @contextlib.contextmanager
 def _compiler_errors(cxx: str) -> Iterator[None]:
     """Failures of the C++ compiler, however deep, as what they are: this machine cannot build programs."""
     try:
         yield
     except Exception as error:
-        found = _compiler_error(error)
-        if found is None:
+        problem = _problem_within(error)
+        if problem is None:
             raise
-        raise MachineError(
-            asked=f"build a program with {cxx}",
-            found=f"the compiler failed: {found}",
-            rule="the inductor back-end writes C++ and needs a compiler with its standard library to build it",
-            fix=f"repair it ({how_to_install_compiler()}), name another one in CXX, import programs made elsewhere "
-            "(bluejay cache import), or use --backend eager",
-        ) from error
+        raise cannot_build(cxx, problem) from error
 
 
-def _compiler_error(error: BaseException | None) -> str | None:
-    """What the compiler said first, if it is at the bottom of `error`."""
+def _problem_within(error: BaseException | None) -> str | None:
+    """What the compiler said first, if that is what lies at the bottom of `error`."""
     from torch._inductor import exc
 
     while error is not None:
         if isinstance(error, exc.CppCompileError | subprocess.CalledProcessError):
-            output = error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
-            lines = [line.strip() for line in output.splitlines() if line.strip()]
-            return next((line for line in lines if "error" in line.lower()), (lines or ["it says nothing"])[0])
+            output = error.output or ""
+            return _first_error(output.decode(errors="replace") if isinstance(output, bytes) else output)
         if isinstance(error, exc.InvalidCxxCompiler):
             return str(error)
         error = error.__cause__ or error.__context__
     return None
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), (lines or ["it does not say why"])[0])
 
 
 def load(path: Path, device: torch.device) -> Program:

@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from bluejay.compile.driver import compile, is_stored, no_compiler
+from bluejay.compile.driver import compile, is_stored, require
 from bluejay.compile.signature import named_weights
 from bluejay.compile.store import Store
 from bluejay.config import CompileSpec
@@ -59,7 +59,7 @@ def compile_all(
         workers: processes at once; 0 takes as many as cores, memory and jobs allow. One job, or one worker, is
             compiled in this process.
 
-    Raises: as `compile`; without a compiler before anything is begun.
+    Raises: as `compile`; without a compiler that works before anything is begun.
     """
     if spec.backend == "eager":
         return 0
@@ -69,8 +69,8 @@ def compile_all(
         for job in jobs
         if not is_stored(job.module, job.example_inputs, spec, store, device=job.device, identity=job.identity)
     ]
-    if missing and cxx_compiler(spec.cxx) is None:
-        raise no_compiler(spec, missing[0].label)
+    if missing:
+        require(cxx_compiler(spec.cxx), spec, missing[0].label)
     if not missing or not store.can_keep(observe):
         return 0
     before = store.compilations
