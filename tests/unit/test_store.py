@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -333,6 +334,44 @@ def test_use_is_remembered_and_the_longest_unused_go_first(user: User) -> None:
     assert not user.ask(wanted("d"))
     user.store.clear()
     assert user.store.entries() == []
+
+
+def test_an_old_program_is_not_kept_because_it_is_small(user: User) -> None:
+    """Catches pruning that fills gaps: what was unused for longest goes, though it would fit where another did not."""
+    for age, (name, padding) in enumerate([("old", 0), ("large", 10**6), ("new", 0)]):
+        build = user.build
+
+        def padded(folder: Path, build: Any = build, padding: int = padding) -> dict[str, Any]:
+            (folder / "padding").write_bytes(bytes(padding))
+            return build(folder)
+
+        user.store.obtain(wanted(name), padded, user.load)
+        os.utime(user.store.folder / "entries" / wanted(name).digest / "manifest.json", (age, age))
+    removed = user.store.prune(10**6)
+    assert {info.fingerprint for info in removed} == {wanted("old").digest, wanted("large").digest}
+
+
+def test_a_lock_has_one_holder_though_its_file_comes_and_goes(user: User) -> None:
+    """Catches two builders at once: one got the lock of a deleted file, the other that of the new file. B-50."""
+    held, release, waits = threading.Event(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with user.store._locked("x", lambda event: waits.set()):
+            held.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=second)
+    with user.store._locked("x"):
+        thread.start()
+        assert waits.wait(60)
+        time.sleep(0.05)  # from saying that it waits to waiting
+    assert held.wait(60)
+    with pytest.raises(BlockingIOError), user.store._locked("x", wait=False):
+        pass
+    release.set()
+    thread.join()
+    with user.store._locked("x", wait=False):
+        pass
 
 
 # ---- programs on the road ----------------------------------------------------------------------------------------
