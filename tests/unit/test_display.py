@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import bluejay
 from bluejay.cli.display import Display
 from bluejay.events import Event
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(bluejay.__file__).parents[1]
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bluejay
 from bluejay.compile import Job, Store, compile, compile_all, driver, inductor, workers
 from bluejay.compile.fingerprinting import Fingerprint
 from bluejay.config import CompileSpec
@@ -23,7 +24,7 @@ from bluejay.errors import MachineError
 from bluejay.events import Event
 from bluejay.machine import Compiler
 
-SOURCE = Path(__file__).parents[2] / "src"
+SOURCE = Path(bluejay.__file__).parents[1]
 SPEC = CompileSpec(threads=1)
 
 
