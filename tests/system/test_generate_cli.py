@@ -66,7 +66,7 @@ def test_text_to_stdout_and_figures_to_stderr(engine: bluejay.Engine) -> None:
     assert len(lines) == 1
     prompt_tokens = len(engine.tokenizer.encode(PROMPT))
     assert lines[0].startswith(f"bluejay: {prompt_tokens} prompt tokens at ")
-    for figure in (", 12 new tokens at ", ", first after ", ", peak memory "):
+    for figure in (", 12 new tokens, decoded at ", ", first after ", ", peak memory "):
         assert figure in lines[0]
 
 
