@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from hypothesis import settings
 # A deadline per example is an assertion on seconds, which a busy machine breaks.
 settings.register_profile("bluejay", deadline=None)
 settings.load_profile("bluejay")
+
+# Started in the background of a shell, this process ignores Ctrl-C, and so would every process that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny tensors gain nothing from threads, and tests never reach for a network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
