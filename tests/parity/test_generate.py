@@ -337,6 +337,9 @@ def test_bad_requests_are_refused_before_anything_runs(make_engine: MakeEngine) 
     for prompt, settings_, message in wrong[:1] + wrong[2:]:
         with pytest.raises(RequestError, match=message):
             engine.generate(prompt, **settings_)
+    for prompt in (None, 5, b"the king", {1: 2}, [1.5], [True], [None]):
+        with pytest.raises(RequestError):
+            engine.generate(prompt, max_new_tokens=2)
     assert engine.generate([]) == []
     assert engine.idle
 

@@ -402,3 +402,9 @@ def test_progress(tmp_path: Path, tiny_config: ModelConfig, weights: dict) -> No
     assert {f["total_bytes"] for f in fields} == {sum(t.nbytes for t in weights.values()) // 2}
     assert fields[-1]["done_bytes"] == fields[-1]["total_bytes"]
     assert [f["done_bytes"] for f in fields] == sorted(f["done_bytes"] for f in fields)
+
+
+def test_ends_of_text_come_from_the_generation_config(tiny_checkpoint: Path) -> None:
+    """Newer releases add an instruct model's end of turn there only: without it, answers run on."""
+    (tiny_checkpoint / "generation_config.json").write_text('{"eos_token_id": [0, 7], "temperature": 0.5}')
+    assert open_checkpoint(tiny_checkpoint).config.eos_token_ids == (0, 7)

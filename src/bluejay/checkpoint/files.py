@@ -10,6 +10,7 @@ from typing import Any
 from bluejay.errors import BluejayError, CheckpointError
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)  # in order of preference, as transformers has it

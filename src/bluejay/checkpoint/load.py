@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from bluejay.checkpoint.files import CONFIG, HEAD_BIAS, contents, is_mask_buffer, listing, read_json
+from bluejay.checkpoint.files import CONFIG, GENERATION_CONFIG, HEAD_BIAS, contents, is_mask_buffer, listing, read_json
 from bluejay.checkpoint.hub import resolve
 from bluejay.checkpoint.reader import TensorInfo, WeightFile, check_index, find_weights
 from bluejay.config import ModelConfig
@@ -68,7 +68,11 @@ def open_checkpoint(
             rule="config.json says which model the weights are",
             fix="pass the directory that holds config.json, weights and tokenizer",
         )
-    config = ModelConfig.from_hf(read_json(config_file), str(config_file))
+    raw = read_json(config_file)
+    generation_file = directory / GENERATION_CONFIG
+    if generation_file.is_file():  # where newer releases keep what ends a text
+        raw |= {k: v for k, v in read_json(generation_file).items() if k == "eos_token_id" and v is not None}
+    config = ModelConfig.from_hf(raw, str(config_file))
     paths, index, warnings = find_weights(directory)
     files = {path.name: WeightFile(path) for path in paths}
     found = {name: file.tensors() for name, file in files.items()}

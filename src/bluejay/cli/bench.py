@@ -38,9 +38,9 @@ class LoopFigures:
 @bench.command("decode-loops")
 def decode_loops(
     model: Annotated[str, typer.Argument(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
-    new: Annotated[int, typer.Option(help="Tokens to write.")] = 32,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 32,
     iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Measurements of each loop; the loops take turns.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each loop; the loops take turns.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     backend: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
     blocks: Annotated[str, typer.Option(help="auto, inline or shared.")] = "auto",

@@ -218,8 +218,8 @@ def _take_turns(engine: Engine, config: GenerationConfig, quiet: bool) -> None:
         if not line:
             continue
         ids += engine.tokenizer.encode(("\n" if ids else "") + line)
-        room = engine.context - config.max_new_tokens
-        if 0 < room < len(ids):
+        room = max(engine.context - config.max_new_tokens, engine.context // 2)
+        if room < len(ids):
             print(f"bluejay: the window is full; forgetting the first {len(ids) - room} tokens", file=sys.stderr)
             ids = ids[-room:]
         request = engine.submit(ids, config)

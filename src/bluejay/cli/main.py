@@ -105,6 +105,8 @@ def _interrupted() -> int:
 
 def _close_output() -> None:
     """Flush, and when nobody reads any more, keep the interpreter from complaining about it on its way out."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
     try:
         sys.stdout.flush()
     except BrokenPipeError:

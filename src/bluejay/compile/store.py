@@ -126,8 +126,9 @@ class Store:
             if folder.exists():
                 self._say_broken(folder, "a file is absent", observe)
             return None
-        except (StoreError, OSError, RuntimeError) as error:
-            self._say_broken(folder, error.found if isinstance(error, StoreError) else str(error), observe)
+        except (StoreError, OSError, RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            # A manifest that is sealed and yet lacks a key or has the wrong kind of value there was not written by us.
+            self._say_broken(folder, error.found if isinstance(error, StoreError) else repr(error), observe)
             return None
         with contextlib.suppress(OSError):  # a store that cannot be written has no order of use
             os.utime(folder / MANIFEST)

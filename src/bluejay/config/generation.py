@@ -116,6 +116,8 @@ class GenerationConfig:
             raise _refuse("over_window", self.over_window, '"refuse" or "cut"')
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise _refuse("stop", self.stop, "one or more strings that are not empty")
+        if any("\ud800" <= letter <= "\udfff" for text in self.stop for letter in text):
+            raise _refuse("stop", self.stop, "valid Unicode: half a surrogate pair can never be written")
         if not isinstance(self.stop_ids, tuple) or not all(type(i) is int and i >= 0 for i in self.stop_ids):
             raise _refuse("stop_ids", self.stop_ids, "whole numbers from 0")
         if len(self.stop_ids) >= MAX_STOP_IDS:

@@ -263,7 +263,9 @@ class Engine:
             RequestError: settings that do not exist or contradict; an empty prompt; prompt and request over the window.
             NumericsError: the model gave logits that are not numbers.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
+        if not isinstance(prompts, str) and not hasattr(prompts, "__getitem__"):
+            raise self._not_a_prompt(prompts)
+        single = isinstance(prompts, str | bytes | dict) or (len(prompts) > 0 and _is_id(prompts[0]))
         config = GenerationConfig.of(config, **settings)
         requests: list[Request] = []
         try:
@@ -412,14 +414,19 @@ class Engine:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         try:
+            if isinstance(prompt, bytes | bytearray | dict | set) or any(isinstance(i, bool) for i in prompt):
+                raise TypeError("these have numbers in them that were not meant as token ids")
             return tuple(map(operator.index, prompt))
         except TypeError:
-            raise RequestError(
-                asked=f"a continuation of {str(prompt)[:60]}",
-                found=f"a {type(prompt).__name__} with something else than whole numbers",
-                rule="a prompt is a text or a list of token ids",
-                fix="pass a string, or ids from engine.tokenizer.encode",
-            ) from None
+            raise self._not_a_prompt(prompt) from None
+
+    def _not_a_prompt(self, value: object) -> RequestError:
+        return RequestError(
+            asked=f"a continuation of {str(value)[:60]}",
+            found=f"a {type(value).__name__}, or something else than whole numbers in it",
+            rule="a prompt is a text or a list of token ids",
+            fix="pass a string, or ids from engine.tokenizer.encode",
+        )
 
     def _enqueue(self, request: Request) -> None:
         for group in request.groups:
@@ -543,7 +550,7 @@ class Engine:
             if call.score:
                 self._note_prompt_logprobs(answer, [t[row] for t in outputs[-3:]], targets[row], length)
             if answer.filled == len(answer.request.prompt_ids):
-                self._rows.token[answer.row] = outputs[0][row]
+                self._rows.token[answer.row] = outputs[0][row].clamp_min(0)  # BAD_LOGITS is no row of the embedding
                 self._rows.step[answer.row] = 1
                 self._accept(answer, int(outputs[0][row]), [t[row] for t in outputs[1:4]] if call.ranked else None)
                 if not self._has_ended(answer):
