@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import bluejay
 from bluejay.config import MAX_BEAMS, MAX_STOP_IDS, GenerationConfig
 from bluejay.errors import RequestError
-from bluejay.generate import BAD_LOGITS, Engine, NumericsError
+from bluejay.generate import BAD_LOGITS, Engine, NumericsError, sub_seed
 from bluejay.generate.runner import RANKED, DecodeCall, PrefillCall
 from bluejay.generate.steps import Rows, flatten
 from bluejay.models import GPTJ, KVCache
@@ -173,6 +173,15 @@ def test_seeds_do_not_depend_on_neighbors(make_engine: MakeEngine) -> None:
     assert many.ids == alone.ids
     assert len({c.ids for c in many.completions}) == 6
     assert make_engine().generate(PROMPTS[1], config, seed=12).ids != alone.ids
+
+
+def test_answers_that_share_a_prompt_are_what_each_would_be_alone(make_engine: MakeEngine) -> None:
+    """Forked rows need all that the prompt left behind, the repetition table too."""
+    engine = make_engine(max_rows=3)
+    settings_ = {"max_new_tokens": 9, "temperature": 1.0, "repetition_penalty": 3.0}
+    together = engine.generate(PROMPTS[2], seed=7, n=3, **settings_)
+    for i, completion in enumerate(together.completions):
+        assert completion.ids == engine.generate(PROMPTS[2], seed=sub_seed(7, i), **settings_).ids
 
 
 def test_greedy_limits(make_engine: MakeEngine) -> None:

@@ -198,6 +198,18 @@ def test_reset_and_copied_rows_start_clean(tiny_config: ModelConfig, tiny_model:
         torch.testing.assert_close(swapped, full[:, -1:], atol=TOLERANCE, rtol=0)
 
 
+def test_positions_follow_each_rows_own_length(tiny_config: ModelConfig, tiny_model: GPTJ) -> None:
+    """Rule 5(c): without given positions, a row goes on from its own length, not from the batch's longest."""
+    rows = [torch.arange(1, 4), torch.arange(5, 14)]
+    cache = cache_of_nan(tiny_config, 2, 32)
+    with torch.no_grad():
+        prefill_in_chunks(tiny_model, cache, rows, [9], left=False)
+        found = tiny_model(torch.tensor([[20], [21]]), cache=cache)
+        for row, token, logits in zip(rows, (20, 21), found, strict=True):
+            expected = tiny_model(torch.cat([row, torch.tensor([token])])[None])[0, -1]
+            assert (logits[0] - expected).abs().max() < TOLERANCE
+
+
 def test_last_selects_each_rows_own_token(tiny_model: GPTJ) -> None:
     """B-19(b): reading the logit of a padding slot of a right-padded row."""
     ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(6))
