@@ -203,7 +203,7 @@ def test_each_wrong_input_is_named(make: Callable[..., Executable], tiny_config:
     cases: list[tuple[int, Any, str]] = [
         (0, good[0].int(), "ids"),
         (1, good[1].t().contiguous().t(), "positions"),
-        (2, good[2].to("meta"), "lengths"),
+        (0, good[0].to("meta"), "ids"),
         (4, good[4].double(), "flat[1]"),
         (3, good[3].contiguous(), "flat[0]"),  # compiled for a view of a longer cache
         (1, 5, "positions"),
