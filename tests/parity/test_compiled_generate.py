@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from bluejay.compile.graph import trace
+from bluejay.compile.signature import input_names
 from bluejay.config import CompileSpec, GenerationConfig
 from bluejay.generate import Engine
+from bluejay.generate.steps import DecodeStep, Rows, flatten
+from bluejay.models import GPTJ, KVCache
 
 PROMPTS = [[5, 9, 33], [7, 1, 2, 60, 13, 22, 8], [3, 3, 41, 17, 25, 50, 4, 9, 11, 30, 56, 20]]
 GREEDY = GenerationConfig(max_new_tokens=9)
@@ -84,3 +88,12 @@ def test_a_warm_start_compiles_nothing(compiled: MakeEngine) -> None:
     again.generate(PROMPTS, GREEDY)
     assert again.figures.compilations == 0
     assert again.figures.compile_seconds > 0
+
+
+def test_an_unrolled_step_compiles_each_kind_of_part_once(tiny_model: GPTJ) -> None:
+    """Before, between and after the layers, and a layer: four programs however many tokens are written out."""
+    step = DecodeStep(tiny_model, greedy=True, iterations=3)
+    inputs = flatten(Rows.allocate(4, 64, torch.device("cpu")), KVCache(tiny_model.config, 4, 32))
+    traced = trace(step, inputs, input_names(step, len(inputs)), "cpu", "shared")
+    assert len(traced.parts) == 4
+    assert [call.program for call in traced.calls] == [0, 1, 1, 2, 1, 1, 2, 1, 1, 3]

@@ -87,6 +87,8 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
         inputs=tuple(TensorSpec.of(name, _value(node)) for name, node in zip(names, inputs, strict=True)),
         outputs=tuple(TensorSpec.of(f"output[{i}]", _value(node)) for i, node in enumerate(outputs)),
     )
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)  # true at fixed shapes, and written once per tensor: equal layers would look different
     layers = _layers(module)
     table = {node: place for place, node in enumerate([node for _, node in used] + inputs)}
     cut = _cut(graph, layers)

@@ -25,11 +25,11 @@ def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Shapes:
         x: [..., K]   weight: [N, K]   bias: [N]   returns: [..., N]
     """
-    wide = weight.float()
-    rows = [(row * wide).sum(-1) for row in x.reshape(-1, x.shape[-1]).float().unbind()]
+    wide = _wide(weight)
+    rows = [(row * wide).sum(-1) for row in _wide(x.reshape(-1, x.shape[-1])).unbind()]
     y = torch.stack(rows) if len(rows) > 1 else rows[0]
     if bias is not None:
-        y = y + bias.float()
+        y = y + _wide(bias)
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -44,6 +44,12 @@ def attention_of_one_query(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> 
     scores = (q.float() * q.shape[-1] ** -0.5 * k.float()).sum(-1, keepdim=True)  # [B, H, S, 1]
     scores = scores.masked_fill(~visible.transpose(-1, -2), torch.finfo(scores.dtype).min)
     return (scores.softmax(-2) * v.float()).sum(-2, keepdim=True).to(v.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In fp32. A conversion that changes nothing would still be a link in the graph, one more at every use of a weight,
+    and equal layers would no longer look equal."""
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
 
 
 class FewRows(TorchFunctionMode):
