@@ -410,7 +410,7 @@ def test_wrong_use_is_code_2(cli: Cli, tiny_checkpoint: Path, mistake: str) -> N
 
 def test_more_ends_than_a_row_watches_for(cli: Cli, tiny_checkpoint: Path) -> None:
     """15 stop ids are allowed, but not beside a checkpoint that has two ends of text itself."""
-    edit_json(tiny_checkpoint, "config.json", eos_token_id=[0, 1])
+    edit_json(tiny_checkpoint, "generation_config.json", eos_token_id=[0, 1])
     ids = [word for i in range(15) for word in ("--stop-id", str(i + 2))]
     asked = ("a", "--model", str(tiny_checkpoint), *SHORT, *ids)
     check_error(cli(*asked), 2, ["15 stop_ids", "17 with the checkpoint's 2", "at most 16"])
