@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -235,7 +236,11 @@ def test_an_interrupted_turn_keeps_the_conversation() -> None:
         terminal.process.send_signal(signal.SIGINT)
         interrupted = terminal.read_until("\n> ")
         assert len(interrupted.split()) < 300
-        terminal.process.send_signal(signal.SIGINT)
+        for _ in range(20):  # one that comes between the prompt and the reading of the line waits for the line
+            terminal.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                terminal.process.wait(timeout=1)
+                break
         rest = terminal.read_until("nothing more comes")
         assert "Traceback" not in interrupted + rest
         assert terminal.process.wait(timeout=60) == 130
