@@ -25,7 +25,7 @@ def weight_bytes(config: ModelConfig, element_bytes: float) -> float:
 
 def prefill_flops(config: ModelConfig, num_tokens: int, past: int = 0, num_logits: int = 1) -> int:
     """FLOPs to process `num_tokens` new tokens of one row that holds `past` tokens, with logits for `num_logits`."""
-    projections = num_tokens * config.n_layer * 2 * _block_matrix_elements(config)
+    projections = num_tokens * config.n_layer * 2 * block_matrix_elements(config)
     attention = config.n_layer * 2 * (2 * num_tokens * (past + num_tokens) * config.n_embd)  # scores, then mixing
     head = num_logits * 2 * config.n_embd * config.vocab_size
     return projections + attention + head
@@ -65,11 +65,11 @@ def decode_seconds_floor(
     return (weights + cache) / read_bytes_per_second
 
 
-def _block_matrix_elements(config: ModelConfig) -> int:
+def block_matrix_elements(config: ModelConfig) -> int:
     """Elements of the matrices of one block: q, k, v and output projections, and the two of the MLP."""
     return 4 * config.n_embd**2 + 2 * config.n_embd * config.inner_dim
 
 
 def _block_parameters(config: ModelConfig) -> int:
     norm, mlp_biases = 2 * config.n_embd, config.inner_dim + config.n_embd
-    return _block_matrix_elements(config) + norm + mlp_biases
+    return block_matrix_elements(config) + norm + mlp_biases
