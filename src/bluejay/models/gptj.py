@@ -176,8 +176,14 @@ class GPTJ(nn.Module):
             x = block(x, where, None if cache is None else cache.layer(i))
         return self.logits(x, last)
 
-    def locate(self, ids: Tensor, positions: Tensor | None, cache: KVCache | None) -> Where:
-        """Where the tokens stand and what they may see; a cache's `lengths` grow here."""
+    def locate(
+        self, ids: Tensor, positions: Tensor | None, cache: KVCache | None, segments: Tensor | None = None
+    ) -> Where:
+        """Where the tokens stand and what they may see; a cache's `lengths` grow here.
+
+        With `segments` [B, T] int64, in training, tokens only see those of their own segment. Positions need not begin
+        anew in each: rotary attention depends on distances only.
+        """
         B, T = ids.shape
         causal = positions is None and cache is None
         if positions is None:
@@ -192,6 +198,9 @@ class GPTJ(nn.Module):
         elif not causal:
             visible = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
             visible = visible[:, None]  # [B, 1, T, T]
+        if segments is not None:
+            same = segments[:, None, :] == segments[:, :, None]
+            visible = (same & torch.ones(T, T, dtype=torch.bool, device=ids.device).tril())[:, None]  # [B, 1, T, T]
         return Where(positions, *rotary_phases(positions, self.config.rotary_dim), visible)
 
     def embed(self, ids: Tensor) -> Tensor:
