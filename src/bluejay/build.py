@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint
+from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint, read_config, save_checkpoint
 from bluejay.compile import Bound as Program
 from bluejay.compile import Executable, Job, Store, compile, compile_all
 from bluejay.config import CompileSpec, RunConfig
@@ -20,7 +20,7 @@ from bluejay.events import Event, Observer, ignore
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 
-__all__ = ["Built", "Program", "Programs", "build", "pick_device"]
+__all__ = ["Built", "Program", "Programs", "build", "build_fresh", "pick_device", "read_weights", "save"]
 
 BUNDLED = Path(__file__).parent / "assets"
 
@@ -88,6 +88,7 @@ class Built:
         context: tokens a row may hold.
         has_weights: false when only programs are wanted and the model is a shape.
         warnings: what the checkpoint made us doubt, by name.
+        directory: where model and tokenizer came from.
     """
 
     run: RunConfig
@@ -99,6 +100,7 @@ class Built:
     context: int
     warnings: tuple[str, ...]
     has_weights: bool = True
+    directory: Path | None = None
 
 
 def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -> Built:
@@ -137,7 +139,56 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
         observe(Event("warning", {"text": warning}))
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
     programs = Programs(run, observe)
-    return Built(run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights)
+    return Built(
+        run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory
+    )
+
+
+def build_fresh(run: RunConfig, seed: int) -> Built:
+    """A model with fresh fp32 weights drawn from `seed`, of the shape and with the tokenizer in a directory.
+
+    Raises:
+        CheckpointError, TokenizerError: no config.json or no tokenizer there.
+        MachineError: no such device here.
+    """
+    device = pick_device(run.device)
+    directory = BUNDLED / "nano" if run.model == "nano" else Path(run.model).expanduser()
+    config = read_config(directory)
+    tokenizer = load_tokenizer(directory, config)
+    with torch.device("meta"), _SkipInit():
+        model = GPTJ(config)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    model.init_weights(torch.Generator().manual_seed(seed))
+    model = model.to(device).eval().requires_grad_(False)
+    programs = Programs(run)
+    return Built(run, model, tokenizer, programs, device, torch.float32, config.n_positions, (), True, directory)
+
+
+def save(
+    built: Built, directory: Path, tensors: Mapping[str, Tensor] | None = None, observe: Observer = ignore
+) -> None:
+    """Write a model with its tokenizer as a Hugging Face directory, replacing a checkpoint that is there.
+
+    Args:
+        tensors: weights by name, instead of those that the model holds.
+
+    Raises:
+        CheckpointError: the directory holds something else, or writing failed.  MachineError: the disk has no room.
+    """
+    weights = built.model.state_dict() if tensors is None else tensors
+    config, tokenizer = built.model.config, built.directory
+    save_checkpoint(directory, weights, config, tokenizer_from=tokenizer, overwrite=True, observe=observe)
+
+
+def read_weights(directory: Path) -> Mapping[str, Tensor]:
+    """The weights of a Hugging Face directory by name, as stored and mapped where possible.
+
+    Raises:
+        CheckpointError: incomplete, damaged or not GPT-J.
+    """
+    checkpoint = open_checkpoint(directory, offline=True)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
 class _SkipInit(TorchFunctionMode):

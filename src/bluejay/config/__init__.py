@@ -9,11 +9,24 @@ from bluejay.config.preset import parse_model, preset, preset_names
 from bluejay.config.quant import QUANT_FORMAT_VERSION, QUANT_LAYERS, QUANT_METHODS, ZERO_CONVENTION, QuantSpec
 from bluejay.config.run import RunConfig
 from bluejay.config.target import Target, load_target
+from bluejay.config.train import (
+    LORA_TARGETS,
+    DataConfig,
+    LoraConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    as_yaml,
+    parse_train,
+    read_train,
+    train_preset_names,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
     "IGNORED_HF_KEYS",
+    "LORA_TARGETS",
     "MAX_ANSWERS",
     "MAX_BEAMS",
     "MAX_LOGPROBS",
@@ -23,18 +36,27 @@ __all__ = [
     "QUANT_METHODS",
     "ZERO_CONVENTION",
     "CompileSpec",
+    "DataConfig",
     "GenerationConfig",
     "Layout",
+    "LoraConfig",
     "ModelConfig",
+    "OptimizerConfig",
     "QuantSpec",
     "RunConfig",
+    "ScheduleConfig",
     "Target",
+    "TrainConfig",
     "Workload",
+    "as_yaml",
     "canonical",
     "canonical_json",
     "digest",
     "load_target",
     "parse_model",
+    "parse_train",
     "preset",
     "preset_names",
+    "read_train",
+    "train_preset_names",
 ]
