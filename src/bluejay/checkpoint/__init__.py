@@ -1,16 +1,22 @@
 """Hugging Face checkpoints and tokenizers: directories and hub ids in, directories out."""
 
-from bluejay.checkpoint.load import Checkpoint, load_weights, open_checkpoint
+from bluejay.checkpoint.load import Checkpoint, WeightSource, check_fit, load_weights, open_checkpoint
+from bluejay.checkpoint.packed import PackedWriter
 from bluejay.checkpoint.reader import TensorInfo
 from bluejay.checkpoint.save import save_checkpoint
+from bluejay.checkpoint.shape import read_config
 from bluejay.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Checkpoint",
+    "PackedWriter",
     "TensorInfo",
     "Tokenizer",
+    "WeightSource",
+    "check_fit",
     "load_tokenizer",
     "load_weights",
     "open_checkpoint",
+    "read_config",
     "save_checkpoint",
 ]

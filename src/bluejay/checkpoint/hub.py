@@ -6,11 +6,11 @@ import difflib
 import re
 from pathlib import Path
 
-from bluejay.checkpoint.files import BIN, CONFIG, SAFETENSORS, TOKENIZER_FILES, WEIGHTS
+from bluejay.checkpoint.files import BIN, CONFIG, QUANTIZED, SAFETENSORS, TOKENIZER_FILES, WEIGHTS
 from bluejay.errors import CheckpointError, ConfigError
 from bluejay.events import Event, Observer, ignore
 
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def resolve(
@@ -32,7 +32,7 @@ def resolve(
                 fix="leave the revision out, or rename the directory if the hub id was meant",
             )
         return path
-    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.exists():
+    if isinstance(source, str) and HUB_ID.fullmatch(source) and not path.exists():
         return _snapshot(source, revision, offline, observe)
     raise CheckpointError(
         asked=f"open the checkpoint {source}",
@@ -66,16 +66,17 @@ def _snapshot(hub_id: str, revision: str | None, offline: bool, observe: Observe
         except errors.LocalEntryNotFoundError as error:
             absent = error  # not reachable, and not complete in the cache in this format
         except Exception as error:  # whatever the client and its transport raise, the way out is the same
-            raise _unavailable(hub_id, revision, error) from error
+            raise unavailable(hub_id, revision, error) from error
         else:
-            if any((directory / name).is_file() for name in WEIGHTS if name.startswith(weights)):
+            names = [name for name in WEIGHTS if name.startswith(weights)] + [QUANTIZED]
+            if any((directory / name).is_file() for name in names):
                 return directory
     if absent is not None:
-        raise _unavailable(hub_id, revision, absent) from absent
+        raise unavailable(hub_id, revision, absent) from absent
     return directory  # without weights: the reader says what is there
 
 
-def _unavailable(hub_id: str, revision: str | None, error: Exception) -> CheckpointError:
+def unavailable(hub_id: str, revision: str | None, error: Exception) -> CheckpointError:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return CheckpointError(
         asked=f"open {hub_id}{f' at revision {revision}' if revision else ''} from the hub or its local cache",

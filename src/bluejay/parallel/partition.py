@@ -44,12 +44,14 @@ def nearest_shares(num_layers: int, counts: Sequence[int]) -> tuple[int, ...]:
     known = [n for n in counts if n >= 0]
     mean = sum(known) / len(known) if any(known) else 1.0
     weights = [float(n) if n >= 0 else mean for n in counts]
+    if not any(weights):
+        return even_shares(num_layers, len(counts))
     scale = num_layers / sum(weights)
     shares = [int(weight * scale + 1e-9) for weight in weights]
     by_remainder = sorted(range(len(counts)), key=lambda i: shares[i] - weights[i] * scale)
     for i in by_remainder[: num_layers - sum(shares)]:
         shares[i] += 1
-    return tuple(shares)
+    return even_shares(num_layers, len(counts)) if 0 in shares[1:-1] else tuple(shares)
 
 
 def even_shares(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -567,7 +567,7 @@ def _overflow(made: Plan) -> MachineError:
 def _shrinking(name: str, made: Plan) -> list[str]:
     """Settings that make an item smaller, most effective first."""
     work, layout, train = made.workload, made.layout, made.workload.job == "train"
-    more = "more stages (--stages) or a higher tensor parallel degree (--tensor)"
+    more = "more devices: more stages (--stages) or a higher tensor parallel degree (--tensor)"
     choices: dict[str, list[tuple[bool, str]]] = {
         "weights": [
             (not train and not work.quantize, "four-bit weights (--quantize int4-g64)"),

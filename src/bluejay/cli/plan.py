@@ -1,0 +1,238 @@
+"""`bluejay plan`: who would hold what, and whether it fits, before anything is read or rented."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from bluejay.config import Layout, ModelConfig
+    from bluejay.parallel import Plan
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A preset, a config.json, a directory with one, or a hub id.")],
+    config: Annotated[Path | None, typer.Option(help="YAML with any of these settings; options override it.")] = None,
+    devices: Annotated[int | None, typer.Option(help="Devices; without a layout, the best one is proposed.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Memory of each, such as 16GiB; default: any.")] = None,
+    layers_per_device: Annotated[
+        str | None, typer.Option(help="Layers of each stage, such as 4,4,-1 (-1: share the rest), or auto.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Devices of the pipeline.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Devices that share each layer's matrices.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Whole copies of the model.")] = None,
+    shard: Annotated[bool | None, typer.Option(help="Replicas share out weights, gradients, optimizer.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b or interleaved.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Pieces of the model on each device (interleaved).")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches in a pass; 0: all of an update's.")] = None,
+    job: Annotated[str | None, typer.Option(help="generate or train.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int4-g64: four-bit weights, in groups of 64 inputs.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows at once, or rows of a micro-batch.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a row; 0: the model's window.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt that are read in one call.")] = None,
+    gradient_accumulation: Annotated[int | None, typer.Option(help="Micro-batches per weight update.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
+    master_weights: Annotated[bool | None, typer.Option(help="Half precision: also keep weights in fp32.")] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Keep each layer's input only.")] = None,
+    offline: Annotated[bool, typer.Option(help="Never ask the network for a hub id.")] = False,
+    json: Annotated[bool, typer.Option(help="Print one JSON object.")] = False,
+) -> None:
+    """Show which device would hold what, how large, and whether it fits. Reads no weight."""
+    given = {
+        "devices": devices,
+        "device_memory": device_memory,
+        "layers_per_device": layers_per_device,
+        "stages": stages,
+        "tensor": tensor,
+        "replicas": replicas,
+        "shard": shard,
+        "schedule": schedule,
+        "chunks": chunks,
+        "micro_batches": micro_batches,
+        "job": job,
+        "dtype": dtype,
+        "quantize": quantize,
+        "rows": rows,
+        "context": context,
+        "prompt_tokens": prompt_tokens,
+        "gradient_accumulation": gradient_accumulation,
+        "optimizer": optimizer,
+        "master_weights": master_weights,
+        "recompute": recompute,
+    }
+    settings = {} if config is None else _read(config, list(given))
+    settings |= {name: value for name, value in given.items() if value is not None}
+    made = make_plan(_shape(model, offline), settings)
+    if json:
+        print(json_format.dumps({"model": model, **made.as_dict()}))
+    else:
+        show(made)
+
+
+def make_plan(shape: ModelConfig, settings: dict[str, Any]) -> Plan:
+    """The plan for settings by name; without any of the layout's sizes, the best one for `devices`."""
+    from dataclasses import fields
+
+    from bluejay.config import Layout, Workload
+    from bluejay.parallel import plan, propose
+
+    if "layers_per_device" in settings:
+        settings = {**settings, "layers_per_device": _counts(settings["layers_per_device"])}
+    memory = _bytes(settings.get("device_memory", 0))
+    devices = settings.get("devices", 0)
+    workload = Workload(**{f.name: settings[f.name] for f in fields(Workload) if f.name in settings})
+    of_layout = {f.name: settings[f.name] for f in fields(Layout) if f.name in settings}
+    if devices and not of_layout:
+        return propose(shape, devices, workload, memory)
+    layout = Layout(**of_layout)
+    if devices and devices != layout.num_devices:
+        raise _mismatch(devices, layout)
+    return plan(shape, layout, workload, memory)
+
+
+def show(made: Plan) -> None:
+    """Print a plan as a table, with the lines that say what for and how full."""
+    print(table_text(made))
+
+
+def table_text(made: Plan) -> str:
+    """The plan as lines of text: what for, one line a stage, and what fills the fullest device."""
+    from bluejay.units import format_bytes
+
+    table = [columns(made), *rows_of(made)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) if i == 1 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in table
+    ]
+    fullest = made.fullest.memory
+    largest = max(fullest.items(), key=lambda name: fullest.items()[name])
+    share = fullest.items()[largest] / fullest.total
+    room = f" of {format_bytes(made.device_memory)}" if made.device_memory else ""
+    last = f"fullest device: {format_bytes(fullest.total)}{room}, {share:.0%} of it {largest.replace('_', ' ')}"
+    return "\n".join([heading(made), *(line.rstrip() for line in lines), last])
+
+
+def heading(made: Plan) -> str:
+    """One line: how the devices are used, and for what."""
+    layout, work = made.layout, made.workload
+    parts = [
+        f"{layout.num_stages} stage{'s' if layout.num_stages > 1 else ''}",
+        f"tensor parallel degree {layout.tensor}",
+        f"{layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
+        + (" that share out state" if layout.shard else ""),
+    ]
+    weights = f"{work.dtype}{', ' + work.quantize if work.quantize else ''}"
+    what = f"{work.job}, {weights}, {work.rows} row{'s' if work.rows > 1 else ''} of {work.context} tokens"
+    if work.job == "train":
+        what += f" x {work.gradient_accumulation} micro-batches"
+    waiting = ""
+    if layout.num_stages > 1:
+        waiting = f"; stages wait {made.bubble:.0%} of the time ({layout.schedule}, {layout.micro_batches} in a pass)"
+        if work.job == "generate":
+            waiting = f"; stages wait {made.bubble:.0%} of the time"
+    return f"{made.num_devices} device{'s' if made.num_devices > 1 else ''}: {' x '.join(parts)}\n{what}{waiting}"
+
+
+def columns(made: Plan) -> list[str]:
+    """The table's columns: those items that any device has."""
+    used = [name for name in made.stages[0].memory.items() if any(s.memory.items()[name] for s in made.stages)]
+    return ["stage", "layers", "time", *(name.replace("_", " ") for name in used), "total"]
+
+
+def rows_of(made: Plan) -> list[list[str]]:
+    """The table's rows, one per stage."""
+    from bluejay.units import format_bytes
+
+    rows = []
+    for stage in made.stages:
+        ends = [name for name, held in (("embedding", stage.has_embedding), ("head", stage.has_head)) if held]
+        layers = ", ".join(f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in stage.pieces if b > a)
+        sizes = [format_bytes(stage.memory.items()[name.replace(" ", "_")]) for name in columns(made)[3:-1]]
+        held = " + ".join(filter(None, [layers, *ends]))
+        rows.append([str(stage.index), held, f"{stage.cost:.0%}", *sizes, format_bytes(stage.memory.total)])
+    return rows
+
+
+def _shape(model: str, offline: bool) -> ModelConfig:
+    from bluejay.config import preset, preset_names
+
+    if model in preset_names():
+        return preset(model)
+    from bluejay.checkpoint import read_config
+
+    return read_config(model, offline=offline)
+
+
+def _read(file: Path, known: list[str]) -> dict[str, Any]:
+    """Settings from a YAML file, with no key unknown."""
+    import difflib
+
+    import yaml
+
+    from bluejay.errors import ConfigError
+
+    def refuse(found: str, fix: str) -> ConfigError:
+        rule = f"a plan's file is a mapping with any of {', '.join(known)}"
+        return ConfigError(asked=f"the settings in {file}", found=found, rule=rule, fix=fix)
+
+    try:
+        raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise refuse(str(error).splitlines()[0], "name a readable YAML file") from None
+    if not isinstance(raw, dict):
+        raise refuse(f"a {type(raw).__name__}", "write key: value lines")
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            raise refuse(f"the unknown key {key!r}", f"write {near[0]}" if near else "remove it")
+    return raw
+
+
+def _counts(value: Any) -> tuple[int, ...]:
+    """Layers per device from text such as `4,4,-1`, a list, or `auto` (nothing fixed)."""
+    from bluejay.errors import ConfigError
+
+    if value == "auto":
+        return ()
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    try:
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            asked=f"layers_per_device {value!r}",
+            found="something else than whole numbers",
+            rule="numbers of layers with commas between them, -1 for an even share of the rest, or auto",
+            fix="write for example 4,4,-1",
+        ) from None
+
+
+def _bytes(value: str | int) -> int:
+    from bluejay.errors import ConfigError
+    from bluejay.units import parse_bytes
+
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(
+            asked=f"--device-memory {value}",
+            found=str(error),
+            rule="a size with its unit",
+            fix="write for example 16GiB",
+        ) from None
+
+
+def _mismatch(devices: int, layout: Layout) -> Exception:
+    from bluejay.errors import ConfigError
+
+    sizes = f"{layout.num_stages} stages x tensor {layout.tensor} x {layout.replicas} replicas"
+    return ConfigError(
+        asked=f"{devices} devices",
+        found=f"a layout of {layout.num_devices}: {sizes}",
+        rule="devices = stages x tensor x replicas",
+        fix=f"use --devices {layout.num_devices}, or leave the layout out to have one proposed",
+    )

@@ -1,0 +1,67 @@
+"""`bluejay plan` as people call it, and docs/scale.md, whose tables are its output."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bluejay.cli import run
+
+SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+BLOCKS = re.findall(r"```text\n\$ bluejay (plan [^\n]*)\n(.*?)```", SCALE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
+def test_the_page_shows_what_the_planner_says(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a table in docs/scale.md that the planner no longer prints."""
+    run(shlex.split(command))
+    captured = capsys.readouterr()
+    assert (captured.out or captured.err).strip() == shown.strip()
+
+
+def test_a_plan_reads_no_weight(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a planner that opens the weights: with the weight file gone, directory and config.json give one plan."""
+    for file in tiny_checkpoint.glob("*.safetensors"):
+        file.unlink()
+    plans = []
+    for model in (tiny_checkpoint, tiny_checkpoint / "config.json"):
+        assert run(["plan", str(model), "--tensor", "2", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0]["stages"] == plans[1]["stages"]
+    assert plans[0]["num_devices"] == 2
+
+
+def test_a_file_gives_settings_and_options_override_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a setting of the file that is dropped, one that beats the command line, and an unknown one."""
+    file = tmp_path / "plan.yaml"
+    file.write_text("stages: 4\njob: train\ngradient_accumulation: 8\nlayers_per_device: [7, -1, -1, 7]\n")
+    assert run(["plan", "gptj-6b", "--config", str(file), "--gradient-accumulation", "16", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [stage["num_layers"] for stage in made["stages"]] == [7, 7, 7, 7]
+    assert made["workload"]["gradient_accumulation"] == 16
+    file.write_text("stage: 4\n")
+    assert run(["plan", "gptj-6b", "--config", str(file)]) == 2
+    assert "stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        (["--layers-per-device", "8,8,8,8,8,8,7,7"], 2, "[4, 4, 4, 4, 3, 3, 3, 3]"),
+        (["--tensor", "3"], 2, "1, 2, 4, 8, 16"),
+        (["--devices", "4", "--stages", "3"], 2, "--devices 3"),
+        (["--devices", "2", "--device-memory", "2GiB"], 1, "weights"),
+        (["--device-memory", "much"], 2, "16GiB"),
+        (["--layers-per-device", "some"], 2, "4,4,-1"),
+    ],
+)
+def test_wrong_plans_end_with_what_to_do(
+    options: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a request that cannot be met and is not refused, or without the way out."""
+    assert run(["plan", "gptj-6b", *options]) == code
+    assert word in capsys.readouterr().err
