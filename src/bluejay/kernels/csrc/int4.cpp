@@ -1,0 +1,176 @@
+// bluejay::int4_linear for the CPU: checks, choice of the path, threads. Only torch's stable interface is used, so a
+// build takes seconds and depends on no internal of torch.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "int4_paths.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kRowsAtOnce = 256;    // what is packed of x then stays near, however long the prompt
+constexpr int64_t kLongestSegment = 256;
+constexpr int kPiecesPerThread = 8;     // of the outputs: a thread that was held up leaves its pieces to the others
+
+// Bit by bit what the paths need; Python asks for it.
+enum Feature : unsigned { kAvx2 = 1, kAvx512 = 2, kVnni = 4 };
+
+unsigned features() {
+#if defined(__x86_64__)
+  static const unsigned found = [] {
+    unsigned bits = 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) bits |= kAvx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      bits |= kAvx512;
+    if ((bits & kAvx512) && __builtin_cpu_supports("avx512vnni")) bits |= kVnni;
+    return bits;
+  }();
+  return found;
+#else
+  return 0;
+#endif
+}
+
+const Path& choose(const std::string& name, Type type) {
+  if (name == "portable") return int4_portable;
+#if defined(__x86_64__)
+  const bool any = name == "auto";
+  if ((features() & kAvx512) && (any || name == "avx512"))
+    return type == Type::bfloat16 && (features() & kVnni) ? int4_avx512_vnni : int4_avx512;
+  if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
+  if (any) return int4_portable;
+#else
+  if (name == "auto") return int4_portable;
+#endif
+  STD_TORCH_CHECK(false, "int4_linear: this processor has no path ", name);
+}
+
+Type type_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16: return Type::bfloat16;
+    case ScalarType::Float: return Type::float32;
+    case ScalarType::Half: return Type::float16;
+    default: STD_TORCH_CHECK(false, "int4_linear: x must be bfloat16, float32 or float16");
+  }
+}
+
+// Memory that a thread keeps from call to call: fresh pages would cost as much as the work on few rows.
+template <class T>
+T* room(std::vector<T>& kept, int64_t count) {
+  if (int64_t(kept.size()) < count) kept.resize(count);
+  return kept.data();
+}
+
+void widen(const void* x, Type type, int64_t first, int64_t count, float* to) {
+  if (type == Type::float32) {
+    std::copy_n(static_cast<const float*>(x) + first, count, to);
+  } else if (type == Type::bfloat16) {
+    const auto* from = static_cast<const uint16_t*>(x) + first;
+    for (int64_t k = 0; k < count; ++k) to[k] = bfloat_to_float(from[k]);
+  } else {
+    const auto* from = static_cast<const uint16_t*>(x) + first;
+    for (int64_t k = 0; k < count; ++k) to[k] = half_to_float(from[k]);
+  }
+}
+
+void multiply(const Path& path, const Weights& w, const void* x, int64_t num_rows, int64_t width, Result result) {
+  thread_local std::vector<uint32_t> kept_x;
+  thread_local std::vector<Segment> kept_segments;
+  const int64_t words = w.chunks * path.words_per_chunk;
+  const int64_t y_size = result.type == Type::float32 ? 4 : 2;
+  for (int64_t done = 0; done < num_rows; done += kRowsAtOnce) {
+    const int64_t count = std::min(num_rows - done, kRowsAtOnce);
+    uint32_t* packed = room(kept_x, count * words);
+    Segment* segments = room(kept_segments, count * w.segments);
+    const Rows rows{count, (count + path.tile_rows - 1) / path.tile_rows, words, packed, segments};
+    torch::stable::parallel_for(0, rows.tiles, 1, [&](int64_t first, int64_t last) {
+      thread_local std::vector<float> kept;
+      for (int64_t tile = first; tile < last; ++tile) {
+        const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
+        float* wide = room(kept, size * w.chunks * 8);
+        for (int64_t m = 0; m < size; ++m) {
+          float* row = wide + m * w.chunks * 8;
+          widen(x, result.type, (done + begin + m) * width, width, row);
+          std::fill(row + width, row + w.chunks * 8, 0.0f);
+        }
+        path.pack(w, wide, size, packed + begin * words, segments + begin * w.segments);
+      }
+    });
+    Result part = result;
+    part.y = static_cast<char*>(result.y) + done * result.outputs * y_size;
+    const int64_t threads = torch::stable::get_num_threads();
+    const int64_t steps = (w.blocks + path.step - 1) / path.step;
+    const int64_t piece = std::max<int64_t>(1, steps / (threads * kPiecesPerThread));
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, std::min(threads, (steps + piece - 1) / piece), 1, [&](int64_t, int64_t) {
+      thread_local std::vector<float> kept;
+      float* totals = room(kept, count * path.step * kOutputs);
+      for (int64_t begin; (begin = next.fetch_add(piece)) < steps;)
+        path.run(w, rows, part, begin * path.step, std::min((begin + piece) * path.step, w.blocks), totals);
+    });
+  }
+}
+
+Tensor int4_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const Tensor& biases,
+                   const std::optional<Tensor>& bias, int64_t out_features, int64_t group_size,
+                   const std::string& path) {
+  if (path == "torch" || path == "reference") {
+    using torch::stable::detail::from;
+    std::array<StableIValue, 8> stack{from(x), from(codes), from(scales), from(biases), from(bias),
+                                      from(out_features), from(group_size), from(path)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("bluejay::int4_linear_plain", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+  const Type type = type_of(x);
+  const int64_t width = x.size(-1), num_rows = width ? x.numel() / width : 0;
+  const int64_t groups = group_size == -1 ? 1 : (width + group_size - 1) / std::max<int64_t>(group_size, 1);
+  STD_TORCH_CHECK(group_size == -1 || (group_size >= 16 && group_size <= 256 && group_size % 8 == 0),
+                  "int4_linear: group_size must be -1 or a multiple of 8 from 16 to 256, got ", group_size);
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Int && scales.scalar_type() == ScalarType::Half &&
+                      biases.scalar_type() == ScalarType::Half,
+                  "int4_linear: codes must be int32, scales and biases float16");
+  STD_TORCH_CHECK(codes.dim() == 3 && codes.size(0) == (out_features + 15) / 16 && codes.size(1) == (width + 7) / 8 &&
+                      codes.size(2) == 16,
+                  "int4_linear: codes do not fit ", out_features, " outputs of ", width, " inputs");
+  for (const Tensor& part : {scales, biases})
+    STD_TORCH_CHECK(part.dim() == 3 && part.size(0) == codes.size(0) && part.size(1) == groups && part.size(2) == 16,
+                    "int4_linear: scales or biases do not fit ", groups, " groups");
+  STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous() && biases.is_contiguous(),
+                  "int4_linear: a packed weight must be contiguous");
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->numel() == out_features && bias->scalar_type() == x.scalar_type()),
+                  "int4_linear: bias must have ", out_features, " elements of the type of x");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = out_features;
+  Tensor y = torch::stable::new_empty(x, shape);
+  if (num_rows == 0 || out_features == 0) return y;
+  const Tensor rows = torch::stable::contiguous(x);
+  const std::optional<Tensor> added = bias ? std::optional(torch::stable::contiguous(*bias)) : std::nullopt;
+
+  const int64_t segment = std::min(group_size == -1 ? kLongestSegment : group_size, codes.size(1) * 8);
+  const Weights w{static_cast<const uint32_t*>(codes.data_ptr()),
+                  static_cast<const uint16_t*>(scales.data_ptr()),
+                  static_cast<const uint16_t*>(biases.data_ptr()),
+                  codes.size(0), codes.size(1), groups, (codes.size(1) * 8 + segment - 1) / segment, segment / 8};
+  multiply(choose(path, type), w, rows.data_ptr(), num_rows, width,
+           {y.data_ptr(), added ? added->data_ptr() : nullptr, type, out_features});
+  return y;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) unsigned bluejay_int4_features() { return features(); }
+
+STABLE_TORCH_LIBRARY_IMPL(bluejay, CPU, m) { m.impl("int4_linear", TORCH_BOX(&int4_linear)); }

@@ -1,0 +1,149 @@
+// AVX-512 with VNNI, for bfloat16 x: integer dot products of codes and 12-bit x, three instructions for 16 outputs x 8
+// inputs x 1 row where bf16 products take four.
+//
+// Within a segment x is a multiple of step = max|x| / 118 / 256, rounded to 16 steps: about an eighth of what bf16 itself
+// rounds a value near max|x| to. A byte of codes holds two, A in its low half and B in its high half, so that the
+// instruction has three operands without further work: A, B, and the byte itself, R = A + 16 B. With bytes q, r, p
+//
+//     A q + B r + R p / 256  =  A (q + p / 256) + B (r + p / 16)
+//
+// and p = 16 a + b carries the low halves of both: `a` for the x of A, b for the x of B; what p adds to either beyond its
+// own low half is taken out of q and r. Sums of 256 products fit 32 bits and are exact.
+//
+// The rounding errors of a segment meet the code's mean in full. Their sum is known, so 7.5 times it is put right where
+// the dot product starts, and only the part that varies with the code remains.
+#include "int4_paths.h"
+
+namespace {
+
+constexpr float kLargest = 118;  // with what p adds, 127 at most
+#ifndef AHEAD
+#define AHEAD 2048
+#endif
+constexpr int kAhead = AHEAD;  // bytes of codes asked for before they are needed
+constexpr float kSmallest = 0x1p-100f;  // below it x counts as 0 and only its sum with the group's bias is kept
+
+// One segment of one row: `chunks` chunks at `x` to `packed`, which is 3 words per chunk at distance `stride`.
+Segment pack_segment(const float* x, int64_t chunks, uint32_t* packed, int64_t stride) {
+  __m512i bits = _mm512_setzero_si512();
+  __m512 sums = _mm512_setzero_ps();
+  for (int64_t k = 0; k < chunks * 8; k += 16) {
+    const __mmask16 mask = chunks * 8 - k < 16 ? 0xff : 0xffff;
+    const __m512 value = _mm512_maskz_loadu_ps(mask, x + k);
+    sums = _mm512_add_ps(sums, value);
+    bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(value)));
+  }
+  const float sum = _mm512_reduce_add_ps(sums);
+  const uint32_t largest = _mm512_reduce_max_epu32(bits);
+  const bool is_finite = largest < 0x7f800000u, is_zero = from_bits(largest) < kSmallest;
+  const float unit = is_finite && !is_zero ? from_bits(largest) / kLargest : 0;
+  const __m512 inverse = _mm512_set1_ps(unit > 0 ? 1 / unit : 0);
+
+  // x of the A and the B of each byte, four chunks at a time.
+  const __m512i of_a = _mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24, 28, 25, 29);
+  const __m512i of_b = _mm512_setr_epi32(2, 6, 3, 7, 10, 14, 11, 15, 18, 22, 19, 23, 26, 30, 27, 31);
+  const __m512i low = _mm512_set1_epi32(15), eight = _mm512_set1_epi32(8);
+  __m512i units = _mm512_setzero_si512();
+  for (int64_t c = 0; c < chunks; c += 4) {
+    const int64_t left = chunks - c;
+    const auto load = [&](int64_t from) {
+      const __mmask16 mask = left > from + 1 ? 0xffff : left > from ? 0xff : 0;
+      return _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + (c + from) * 8), inverse);
+    };
+    const __m512 first = load(0), second = load(2);
+    const __m512 xa = _mm512_permutex2var_ps(first, of_a, second), xb = _mm512_permutex2var_ps(first, of_b, second);
+    const __m512 sixteen = _mm512_set1_ps(16);
+    const __m512i sixteenths_b = _mm512_cvtps_epi32(_mm512_mul_ps(xb, sixteen));
+    const __m512i b = _mm512_and_si512(sixteenths_b, low);
+    const __m512 rest = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(b), _mm512_set1_ps(1.0f / 16), _mm512_mul_ps(xa, sixteen));
+    const __m512i sixteenths_a = _mm512_cvtps_epi32(rest);
+    const __m512i a = _mm512_sub_epi32(_mm512_and_si512(_mm512_add_epi32(sixteenths_a, eight), low), eight);
+    const __m512i q = _mm512_srai_epi32(_mm512_sub_epi32(sixteenths_a, a), 4);
+    const __m512i r = _mm512_sub_epi32(_mm512_srai_epi32(sixteenths_b, 4), a);
+    const __m512i p = _mm512_add_epi32(_mm512_slli_epi32(a, 4), b);
+    // What q, r and p stand for: 256 q + p and 256 r + 16 p.
+    units = _mm512_add_epi32(units, _mm512_slli_epi32(_mm512_add_epi32(q, r), 8));
+    units = _mm512_add_epi32(units, _mm512_add_epi32(p, _mm512_slli_epi32(p, 4)));
+    uint32_t words[3][4];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(q));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(r));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[2]), _mm512_cvtepi32_epi8(p));
+    for (int64_t i = 0; i < (left < 4 ? left : 4); ++i)
+      for (int part = 0; part < 3; ++part) packed[(c + i) * stride + part] = words[part][i];
+  }
+  if (!is_finite) return {sum, __builtin_nanf(""), 0};
+  const float step = unit / 256;
+  const double lost = step > 0 ? double(sum) / step - _mm512_reduce_add_epi32(units) : 0;
+  return {sum, step, int32_t(__builtin_lrint(7.5 * lost))};
+}
+
+void pack(const Weights& w, const float* x, int64_t rows, uint32_t* packed, Segment* segments) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t s = 0; s < w.segments; ++s) {
+      const int64_t begin = s * w.segment_chunks;
+      segments[s * rows + m] = pack_segment(x + (m * w.chunks + begin) * 8, end_of(w, s) - begin,
+                                            packed + (begin * rows + m) * 3, rows * 3);
+    }
+}
+
+template <int B, int M>
+void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* x, const Segment* segments,
+            float* totals) {
+  const __m512i digits = _mm512_set1_epi8(15);
+  for (int64_t s = first; s < last; ++s) {
+    __m512i coarse[B][M], fine[B][M];
+    for (int b = 0; b < B; ++b)
+      for (int m = 0; m < M; ++m) {
+        coarse[b][m] = _mm512_setzero_si512();
+        fine[b][m] = _mm512_set1_epi32(segments[s * M + m].start);
+      }
+    for (int64_t c = s * w.segment_chunks; c < end_of(w, s); ++c) {
+      __m512i raw[B], a[B], bb[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) {
+        const uint32_t* codes = w.codes + ((block + b) * w.chunks + c) * kOutputs;
+        _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead, _MM_HINT_T0);
+        raw[b] = _mm512_loadu_si512(codes);
+        a[b] = _mm512_and_si512(raw[b], digits);
+        bb[b] = _mm512_and_si512(_mm512_srli_epi32(raw[b], 4), digits);
+      }
+      const auto* words = reinterpret_cast<const int32_t*>(x + c * M * 3);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        const __m512i q = _mm512_set1_epi32(words[3 * m]), r = _mm512_set1_epi32(words[3 * m + 1]),
+                      p = _mm512_set1_epi32(words[3 * m + 2]);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; ++b) {
+          coarse[b][m] = _mm512_dpbusd_epi32(coarse[b][m], a[b], q);
+          fine[b][m] = _mm512_dpbusd_epi32(fine[b][m], raw[b], p);
+          coarse[b][m] = _mm512_dpbusd_epi32(coarse[b][m], bb[b], r);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) {
+      const int64_t group = group_of(w, block + b, s);
+      const auto at = [&](const uint16_t* part) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part + group)));
+      };
+      const __m512 scale = at(w.scales), bias = at(w.biases);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        const Segment& segment = segments[s * M + m];
+        float* total = totals + (b * M + m) * kOutputs;
+        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(coarse[b][m], 8), fine[b][m]);
+        const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(segment.step));
+        const __m512 value = _mm512_fmadd_ps(scale, dot, _mm512_loadu_ps(total));
+        _mm512_storeu_ps(total, _mm512_fmadd_ps(bias, _mm512_set1_ps(segment.sum), value));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#ifndef STEP
+#define STEP 2
+#define ROWS 6
+#endif
+const Path int4_avx512_vnni = {"avx512", ROWS, STEP, 3, pack, run_path<STEP, ROWS>};
