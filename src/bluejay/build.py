@@ -15,10 +15,11 @@ from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_che
 from bluejay.compile import Bound as Program
 from bluejay.compile import Executable, Job, Store, compile, compile_all
 from bluejay.config import CompileSpec, RunConfig
-from bluejay.errors import ConfigError, MachineError
+from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
+from bluejay.quant import QuantizedLinear, QuantizedSource, quantize_model
 
 __all__ = ["Built", "Program", "Programs", "build", "build_fresh", "pick_device", "read_weights", "save"]
 
@@ -111,13 +112,14 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
 
     Raises:
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
-        ConfigError: `context` exceeds the model's window.
+        ConfigError: `context` exceeds the model's window, or `quantize` does not fit the model.
         MachineError: no such device here.
     """
     device = pick_device(run.device)
     source = BUNDLED / "nano" if run.model == "nano" else run.model
     checkpoint = open_checkpoint(source, offline=run.offline, observe=observe)
-    config = checkpoint.config
+    origin = QuantizedSource(checkpoint, run.quantize, strict=run.strict) if run.quantize else checkpoint
+    config = origin.config
     context = run.context or config.n_positions
     if context > config.n_positions:
         raise ConfigError(
@@ -129,9 +131,12 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
     tokenizer = load_tokenizer(checkpoint.directory, config)
     with torch.device("meta"), _SkipInit():
         model = GPTJ(config)
+    if packing := run.quantize or checkpoint.quantization:
+        layers = [name.removesuffix(".codes") for name in origin.tensors if name.endswith(".codes")]
+        quantize_model(model, replace(packing, layers=tuple(layers)))
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
     if weights:
-        load_weights(model, checkpoint, dtype=dtype, strict=run.strict, verify=run.verify, observe=observe)
+        load_weights(model, origin, dtype=dtype, strict=run.strict, verify=run.verify, observe=observe)
     warnings = list(checkpoint.warnings)
     if device.type == "cpu" and dtype == torch.float16:
         warnings.append("float16 is slow on most CPUs; bfloat16 computes the same model faster (--dtype bfloat16)")
@@ -176,6 +181,13 @@ def save(
     Raises:
         CheckpointError: the directory holds something else, or writing failed.  MachineError: the disk has no room.
     """
+    if any(isinstance(module, QuantizedLinear) for module in built.model.modules()):
+        raise CheckpointError(
+            asked=f"save {directory} as a plain checkpoint",
+            found="layers that are packed to four bits",
+            rule="what packing took away does not come back",
+            fix="save the original model, and pack it with bluejay quantize",
+        )
     weights = built.model.state_dict() if tensors is None else tensors
     config, tokenizer = built.model.config, built.directory
     save_checkpoint(directory, weights, config, tokenizer_from=tokenizer, overwrite=True, observe=observe)

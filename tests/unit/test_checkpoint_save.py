@@ -179,7 +179,7 @@ def test_through_a_link(tmp_path: Path, tiny_config: ModelConfig, weights: dict)
 
 
 @pytest.mark.parametrize("existing", [True, False])
-@pytest.mark.parametrize("step", ["save_file", "_write_json", "_flush", "rename"])
+@pytest.mark.parametrize("step", ["save_file", "write_json", "flush", "rename"])
 @pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
 def test_failure_leaves_nothing(
     tmp_path: Path,

@@ -13,6 +13,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Another name than the ecosystem's: who does not know packed weights must find none, rather than fill in random ones.
+QUANTIZED, QUANTIZATION_RECORD = "model.int4.safetensors", "quantization.json"
+PACKED_ENDINGS = (".codes", ".scales", ".biases")
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)  # in order of preference, as transformers has it
 
 TOKENIZER, VOCAB, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
@@ -27,8 +30,8 @@ _MASK = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file of this name holds weights, or the index of weights."""
-    return _WEIGHT_FILE.fullmatch(name) is not None
+    """Whether a file of this name holds weights, or says what they are."""
+    return name in (QUANTIZED, QUANTIZATION_RECORD) or _WEIGHT_FILE.fullmatch(name) is not None
 
 
 def is_mask_buffer(name: str, shape: tuple[int, ...] | None = None) -> bool:

@@ -7,14 +7,26 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bluejay.checkpoint.files import CONFIG, GENERATION_CONFIG, HEAD_BIAS, contents, is_mask_buffer, listing, read_json
+from bluejay.checkpoint.files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    HEAD_BIAS,
+    PACKED_ENDINGS,
+    QUANTIZED,
+    WEIGHTS,
+    contents,
+    is_mask_buffer,
+    listing,
+    read_json,
+)
 from bluejay.checkpoint.hub import resolve
 from bluejay.checkpoint.reader import TensorInfo, WeightFile, check_index, find_weights
-from bluejay.config import ModelConfig
+from bluejay.config import QUANT_FORMAT_VERSION, QUANT_METHOD, ZERO_CONVENTION, ModelConfig, QuantSpec
 from bluejay.errors import CheckpointError
 from bluejay.events import Event, Observer, ignore
 
@@ -30,6 +42,7 @@ class Checkpoint:
         tensors: by name, in the order in which they are best read; mask buffers of old releases are not among them.
         num_bytes: of the tensors as stored.
         warnings: what the user should know, by name: config keys that were ignored, files not read, mixed dtypes.
+        quantization: how its linear layers were packed; None for a plain checkpoint.
     """
 
     directory: Path
@@ -38,6 +51,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = dataclasses.field(repr=False)
     warnings: tuple[str, ...]
     _files: Mapping[str, WeightFile] = dataclasses.field(repr=False)
+    quantization: QuantSpec | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +62,22 @@ class Checkpoint:
         info = self.tensors[name]
         file = self._files[info.file]
         return file.read(name) if dtype in (None, info.dtype) else file.convert(name, dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of some rows of a tensor, as stored; what was read before is not kept in memory."""
+        return self._files[self.tensors[name].file].rows(name, start, stop)
+
+
+class WeightSource(Protocol):
+    """What weights are loaded from: a checkpoint, or what makes tensors of one while they are read."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
 
 
 def open_checkpoint(
@@ -72,13 +102,15 @@ def open_checkpoint(
     generation_file = directory / GENERATION_CONFIG
     if generation_file.is_file():  # where newer releases keep what ends a text
         raw |= {k: v for k, v in read_json(generation_file).items() if k == "eos_token_id" and v is not None}
+    quantization = _quantization(raw, config_file)
     config = ModelConfig.from_hf(raw, str(config_file))
-    paths, index, warnings = find_weights(directory)
+    paths, index, warnings = find_weights(directory, WEIGHTS if quantization is None else (QUANTIZED,))
     files = {path.name: WeightFile(path) for path in paths}
     found = {name: file.tensors() for name, file in files.items()}
     tensors = check_index(index, found, directory) if index else found[paths[0].name]
     tensors = [info for info in tensors if not is_mask_buffer(info.name, info.shape)]
-    dtype, dtype_warnings = _choose_dtype(config, tensors)
+    plain = [info for info in tensors if quantization is None or not info.name.endswith(PACKED_ENDINGS)]
+    dtype, dtype_warnings = _choose_dtype(config, plain)
     if config.ignored_keys:
         warnings.append(f"{CONFIG} has keys that are not known and not used: {', '.join(config.ignored_keys)}")
     if all(info.name != HEAD_BIAS for info in tensors):
@@ -90,12 +122,34 @@ def open_checkpoint(
         tensors=MappingProxyType({info.name: info for info in tensors}),
         warnings=(*warnings, *dtype_warnings, *(_held(file) for file in files.values() if not file.is_mapped)),
         _files=MappingProxyType(files),
+        quantization=quantization,
     )
+
+
+def _quantization(raw: Mapping[str, Any], source: Path) -> QuantSpec | None:
+    """What our own `quantization_config` in a config.json says; another tool's is refused by `ModelConfig.from_hf`.
+
+    Raises:
+        CheckpointError: packed by a release that this one cannot read.
+    """
+    stated = raw.get("quantization_config")
+    if not isinstance(stated, dict) or stated.get("quant_method") != QUANT_METHOD:
+        return None
+    version, convention = stated.get("format_version"), stated.get("zero_convention")
+    if version != QUANT_FORMAT_VERSION or convention != ZERO_CONVENTION:
+        raise CheckpointError(
+            asked=f"read the packed weights that {source} describes",
+            found=f"format_version: {version!r}, zero_convention: {convention!r}",
+            rule=f"this release reads version {QUANT_FORMAT_VERSION}, where {ZERO_CONVENTION}",
+            fix="quantize the original checkpoint again with this release, or use the release that wrote it",
+        )
+    known = {"quant_method", "format_version", "zero_convention"}
+    return QuantSpec.from_dict({key: value for key, value in stated.items() if key not in known})
 
 
 def load_weights(
     module: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: WeightSource,
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
@@ -104,8 +158,9 @@ def load_weights(
 ) -> None:
     """Give a module on the meta device the checkpoint's weights, in `checkpoint.dtype` unless another is asked.
 
-    Weights that need no conversion stay mapped. Parameters that the module shares need one of their names only.
-    Nothing is assigned until every tensor has been read and verified.
+    Buffers (the packed weights of quantized layers) keep the dtype that the module gives them. Weights that need no
+    conversion stay mapped. Parameters that the module shares need one of their names only. Nothing is assigned until
+    every tensor has been read and verified.
 
     Args:
         strict: when false, a missing `lm_head.bias` becomes zeros, as other software does; all else stays an error.
@@ -115,21 +170,21 @@ def load_weights(
         CheckpointError: names or shapes differ from the module's, or a weight is not finite.
     """
     dtype = dtype or checkpoint.dtype
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)  # more than one where the module ties
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    _check_fit(names, checkpoint, strict)
+    names = check_fit(module, checkpoint, strict)
     owners = {name: parameter for parameter, aliases in names.items() for name in aliases}
-    sources: dict[nn.Parameter, str] = {}  # in the order of the files; for shared ones, the first of their names
+    sources: dict[Tensor, str] = {}  # in the order of the files; for shared ones, the first of their names
     for name in checkpoint.tensors:
         sources.setdefault(owners[name], name)
-    total_bytes = sum(parameter.numel() * dtype.itemsize for parameter in names)
-    weights: dict[nn.Parameter, Tensor] = {}
-    broken: list[str] = []
+    dtypes = {tensor: dtype if isinstance(tensor, nn.Parameter) else tensor.dtype for tensor in names}
+    total_bytes = sum(tensor.numel() * dtypes[tensor].itemsize for tensor in names)
+    weights: dict[Tensor, Tensor] = {}
+    # Packed models are small because memory is short: looking at their weights must not bring them all into it.
+    packed = checkpoint if isinstance(checkpoint, Checkpoint) and checkpoint.quantization else None
+    broken = [name for name in sources.values() if not _stored_finite(packed, name)] if verify and packed else []
     done_bytes = 0
     for parameter, name in sources.items():
-        weights[parameter] = checkpoint.read(name, dtype)
-        if verify and not _all_finite(weights[parameter]):
+        weights[parameter] = checkpoint.read(name, dtypes[parameter])
+        if verify and packed is None and not _all_finite(weights[parameter]):
             broken.append(name)
         done_bytes += weights[parameter].nbytes
         observe(Event("load", {"tensor": name, "done_bytes": done_bytes, "total_bytes": total_bytes}))
@@ -144,16 +199,27 @@ def load_weights(
         tensor = weights.get(parameter)
         if tensor is None:  # lm_head.bias, not strict
             tensor = torch.zeros(parameter.shape, dtype=dtype)
-        loaded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        is_parameter = isinstance(parameter, nn.Parameter)
+        loaded = nn.Parameter(tensor, requires_grad=parameter.requires_grad) if is_parameter else tensor
         for name in aliases:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, loaded)
 
 
-def _check_fit(names: Mapping[nn.Parameter, list[str]], checkpoint: Checkpoint, strict: bool) -> None:
-    """Compare names, shapes and types before any weight is read; every difference is in one error."""
+def check_fit(module: nn.Module, checkpoint: WeightSource, strict: bool = True) -> dict[Tensor, list[str]]:
+    """Compare a module's tensors with a checkpoint's before any is read; returns the module's with all their names.
+
+    Raises:
+        CheckpointError: names, shapes or types differ; every difference is in one error.
+    """
+    names: dict[Tensor, list[str]] = defaultdict(list)  # more than one where the module ties
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        names[buffer].append(name)
     held = checkpoint.tensors
     shapes = {name: tuple(parameter.shape) for parameter, aliases in names.items() for name in aliases}
+    packed = {name: t.dtype for t, aliases in names.items() if not isinstance(t, nn.Parameter) for name in aliases}
     missing = [aliases[0] for aliases in names.values() if not any(name in held for name in aliases)]
     if not strict:
         missing = [name for name in missing if name != HEAD_BIAS]
@@ -166,7 +232,12 @@ def _check_fit(names: Mapping[nn.Parameter, list[str]], checkpoint: Checkpoint, 
             for info in known
             if info.shape != shapes[info.name]
         ],
-        "not of a floating type": [f"{info.name} {info.dtype}" for info in known if info.dtype not in _FLOATS],
+        "not of a floating type": [
+            f"{info.name} {info.dtype}" for info in known if info.name not in packed and info.dtype not in _FLOATS
+        ],
+        "not of a packed weight's type": [
+            f"{info.name} {info.dtype}" for info in known if packed.get(info.name, info.dtype) != info.dtype
+        ],
         "tied by config.json and yet different": [
             " and ".join(present)
             for present in ([name for name in aliases if name in held] for aliases in names.values())
@@ -184,6 +255,15 @@ def _check_fit(names: Mapping[nn.Parameter, list[str]], checkpoint: Checkpoint, 
             fix="check that config.json and weights belong together"
             + (f"; strict=False takes a missing {HEAD_BIAS} as zeros" if HEAD_BIAS in missing else ""),
         )
+    return names
+
+
+def _stored_finite(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor on disk is finite, read by slices that are not kept."""
+    info = checkpoint.tensors[name]
+    step = max(2**22 // max(info.num_bytes // info.shape[0], 1), 1)
+    starts = range(0, info.shape[0], step) if info.dtype.is_floating_point else ()
+    return all(_all_finite(checkpoint.read_rows(name, at, min(at + step, info.shape[0]))) for at in starts)
 
 
 def _all_finite(tensor: Tensor) -> bool:

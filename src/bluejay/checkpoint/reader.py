@@ -67,6 +67,13 @@ class WeightFile:
         self._touched_bytes += tensor.nbytes
         return tensor.contiguous()
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of some rows of a tensor, as stored. Never more than a slice's worth of pages is held."""
+        part_bytes = (stop - start) * self._tensors[name][:1].nbytes
+        self._make_room(part_bytes)
+        self._touched_bytes += part_bytes
+        return self._tensors[name][start:stop].clone(memory_format=torch.contiguous_format)
+
     def convert(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor in another dtype, converted by slice.
 
@@ -77,21 +84,28 @@ class WeightFile:
         if not source.is_contiguous():
             return source.to(dtype, memory_format=torch.contiguous_format)
         result = torch.empty(source.shape, dtype=dtype)
-        limit = min(max(self.num_bytes // 64, 2 * _MIB), 64 * _MIB)
         itemsize = source.element_size()
-        step = limit // itemsize
+        step = self._limit // itemsize
         del source
         target = result.view(-1)
         for start in range(0, target.numel(), step):
             part = target[start : start + step]
             part_bytes = part.numel() * itemsize
-            if self.is_mapped and self._touched_bytes + part_bytes > limit:
-                self._tensors = {}  # unmaps, as nothing else holds on to them
-                self._tensors = self._map()
-                self._touched_bytes = 0
+            self._make_room(part_bytes)
             part.copy_(self._tensors[name].view(-1)[start : start + step])
             self._touched_bytes += part_bytes
         return result
+
+    @property
+    def _limit(self) -> int:
+        """Bytes of pages that may be held beside what is made from them."""
+        return min(max(self.num_bytes // 64, 2 * _MIB), 64 * _MIB)
+
+    def _make_room(self, part_bytes: int) -> None:
+        if self.is_mapped and self._touched_bytes + part_bytes > self._limit:
+            self._tensors = {}  # unmaps, as nothing else holds on to them
+            self._tensors = self._map()
+            self._touched_bytes = 0
 
     def _map(self) -> dict[str, Tensor]:
         try:
@@ -116,18 +130,21 @@ class WeightFile:
         return content
 
 
-def find_weights(directory: Path) -> tuple[list[Path], dict[str, str], list[str]]:
+def find_weights(directory: Path, names: tuple[str, ...] = WEIGHTS) -> tuple[list[Path], dict[str, str], list[str]]:
     """The weight files of a directory, the index (name -> file; empty without shards), and warnings.
+
+    Args:
+        names: what they may be called, the preferred one first.
 
     Raises:
         CheckpointError: no weights, or an index that names files which are not there.
     """
-    present = [name for name in WEIGHTS if (directory / name).is_file()]
+    present = [name for name in names if (directory / name).is_file()]
     if not present:
         raise CheckpointError(
             asked=f"read weights from {directory}",
             found=contents(directory),
-            rule=f"weights are in one of {', '.join(WEIGHTS)}; shards need their index",
+            rule=f"weights are in one of {', '.join(names)}; shards need their index",
             fix="point to a complete checkpoint directory, or download the missing file",
         )
     chosen, *others = present

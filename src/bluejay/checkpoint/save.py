@@ -79,8 +79,8 @@ def save_checkpoint(
         for file in tokenizer:
             shutil.copyfile(file, staging / file.name)
         for file in staging.iterdir():
-            _flush(file)
-        _flush(staging)
+            flush(file)
+        flush(staging)
         _publish(staging, target, target.with_name(f".{target.name}.{token}.old"), bool(tokenizer))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
@@ -177,7 +177,7 @@ def _write(
     observe: Observer,
 ) -> None:
     config_file = staging / CONFIG
-    _write_json(config_file, config.to_hf())
+    write_json(config_file, config.to_hf())
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
@@ -193,14 +193,14 @@ def _write(
         done_bytes += sum(tensor.nbytes for tensor in shard.values())
         observe(Event("save", {"file": file, "done_bytes": done_bytes, "total_bytes": total_bytes}))
     if len(shards) > 1:
-        _write_json(staging / SAFETENSORS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        write_json(staging / SAFETENSORS_INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -226,4 +226,4 @@ def _publish(staging: Path, target: Path, retired: Path, with_tokenizer: bool) -
             if not replaced and not (target / entry.name).exists():
                 os.rename(entry, target / entry.name)
         shutil.rmtree(retired)
-    _flush(target.parent)
+    flush(target.parent)

@@ -6,7 +6,14 @@ from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
 from bluejay.config.parallel import Layout, Workload
 from bluejay.config.preset import parse_model, preset, preset_names
-from bluejay.config.quant import QUANT_FORMAT_VERSION, QUANT_LAYERS, QUANT_METHODS, ZERO_CONVENTION, QuantSpec
+from bluejay.config.quant import (
+    QUANT_FORMAT_VERSION,
+    QUANT_LAYERS,
+    QUANT_METHOD,
+    QUANT_METHODS,
+    ZERO_CONVENTION,
+    QuantSpec,
+)
 from bluejay.config.run import RunConfig
 from bluejay.config.target import Target, load_target
 from bluejay.config.train import (
@@ -33,6 +40,7 @@ __all__ = [
     "MAX_STOP_IDS",
     "QUANT_FORMAT_VERSION",
     "QUANT_LAYERS",
+    "QUANT_METHOD",
     "QUANT_METHODS",
     "ZERO_CONVENTION",
     "CompileSpec",

@@ -22,15 +22,12 @@ class CompileSpec:
             `shared` where a call runs nine layers or more (an unrolled loop runs them once per token).
         threads: CPU threads a program is made for; 0 takes torch's number at that moment.
         cxx: the C++ compiler's command; "" takes the first one found.
-        ambient: environment variables that steer torch's compiler, as (name, value) pairs. Only the command line reads
-            the environment; what it finds must be here to be part of the fingerprint.
     """
 
     backend: Literal["inductor", "eager"] = "inductor"
     blocks: Literal["auto", "inline", "shared"] = "auto"
     threads: int = 0
     cxx: str = ""
-    ambient: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in COMPILE_BACKENDS:
@@ -41,12 +38,6 @@ class CompileSpec:
             raise _refuse("threads", self.threads, "0 (torch's number) or a whole number of threads")
         if not isinstance(self.cxx, str):
             raise _refuse("cxx", self.cxx, "a command such as g++")
-        pairs = isinstance(self.ambient, tuple) and all(
-            isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-            for pair in self.ambient
-        )
-        if not pairs or list(self.ambient) != sorted(self.ambient):
-            raise _refuse("ambient", self.ambient, "sorted (name, value) pairs of strings")
 
 
 def _refuse(name: str, value: object, rule: str) -> ConfigError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from bluejay.config.quant import QUANT_METHOD
 from bluejay.errors import CheckpointError, ConfigError
 
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "relu", "silu", "swish")
@@ -104,10 +105,12 @@ class ModelConfig:
         Raises:
             CheckpointError: not a GPT-J config, a key is missing, or a value asks for another architecture.
         """
-        if raw.get("quantization_config") is not None:
+        quantization = raw.get("quantization_config")
+        ours = isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD
+        if quantization is not None and not ours:  # what ours says is the loader's to check
             raise CheckpointError(
                 asked=f"read {source}",
-                found=f"quantization_config: {raw['quantization_config']}",
+                found=f"quantization_config: {quantization}",
                 rule="weights packed by another tool's quantizer are not plain GPT-J tensors",
                 fix="use the unquantized checkpoint",
             )

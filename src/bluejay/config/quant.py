@@ -12,6 +12,7 @@ from bluejay.errors import ConfigError
 
 QUANT_METHODS = ("minmax", "mse", "gptq")
 QUANT_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out", "lm_head")
+QUANT_METHOD = "bluejay"  # as config.json names it
 QUANT_FORMAT_VERSION = 1
 ZERO_CONVENTION = "w = bias + scale * code; codes are 0 to 15, unsigned; no zero point is stored"
 SMALLEST_GROUP, LARGEST_GROUP, GROUP_STEP = 16, 256, 8

@@ -7,6 +7,7 @@ from typing import Literal
 
 from bluejay.config.compile import CompileSpec
 from bluejay.config.model import DTYPES
+from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
 
 LOOPS = ("host", "device", "unrolled")
@@ -19,6 +20,7 @@ class RunConfig:
     Attributes:
         model: `nano`, a directory, or a hub id.
         dtype: float32, bfloat16 or float16; "" keeps the checkpoint's.
+        quantize: pack the checkpoint's linear layers to four bits while loading; None leaves them as they are.
         device: cpu, cuda, cuda:N; "auto" takes CUDA where there is one.
         context: tokens a row may hold; 0 is the model's whole window.
         max_rows: rows that run at once; more requests wait.
@@ -38,6 +40,7 @@ class RunConfig:
 
     model: str
     dtype: str = ""
+    quantize: QuantSpec | None = None
     device: str = "auto"
     context: int = 0
     max_rows: int = 8
@@ -58,6 +61,8 @@ class RunConfig:
             raise _refuse("model", self.model, "a name, a directory or a hub id")
         if self.dtype not in ("", *DTYPES):
             raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if not (self.quantize is None or isinstance(self.quantize, QuantSpec)):
+            raise _refuse("quantize", self.quantize, "a QuantSpec, such as QuantSpec.parse('int4-g64')")
         if type(self.context) is not int or self.context < 0:
             raise _refuse("context", self.context, "0 (the whole window) or a number of tokens")
         if type(self.max_rows) is not int or self.max_rows < 1:

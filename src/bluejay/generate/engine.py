@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bluejay.build import Built, build
-from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, RunConfig
+from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, QuantSpec, RunConfig
 from bluejay.errors import BluejayError, RequestError
 from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
@@ -780,6 +780,7 @@ def run_config(model: str, dtype: str | torch.dtype | None = None, **settings: A
     """The RunConfig of these settings; fields of `CompileSpec` are accepted beside its own.
 
     `backend` may also be "auto", the default: compiled programs, or eager with a warning where there is no compiler.
+    `quantize` may be a short name such as "int4-g64".
 
     Raises:
         RequestError, ConfigError: an unknown or wrong setting.
@@ -800,6 +801,8 @@ def run_config(model: str, dtype: str | torch.dtype | None = None, **settings: A
         )
     chosen = {name: settings.pop(name) for name in compiling & set(settings)}
     spec = replace(settings.pop("compile", CompileSpec()), **chosen)
+    if isinstance(settings.get("quantize"), str):
+        settings["quantize"] = QuantSpec.parse(settings["quantize"]) if settings["quantize"] else None
     return RunConfig(model=str(model), dtype=str(dtype or "").removeprefix("torch."), compile=spec, **settings)
 
 

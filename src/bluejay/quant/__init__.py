@@ -1,0 +1,21 @@
+"""Group quantization to four bits: pure primitives, packed weights, and two verbs, for models and for checkpoints."""
+
+from bluejay.quant.convert import QuantizedSource, quantize_checkpoint
+from bluejay.quant.gptq import InputMoments, gptq
+from bluejay.quant.linear import QuantizedLinear, TensorRecord, quantize_model
+from bluejay.quant.packing import PackedWeight, dequantize, pack, quantize, unpack
+
+__all__ = [
+    "InputMoments",
+    "PackedWeight",
+    "QuantizedLinear",
+    "QuantizedSource",
+    "TensorRecord",
+    "dequantize",
+    "gptq",
+    "pack",
+    "quantize",
+    "quantize_checkpoint",
+    "quantize_model",
+    "unpack",
+]
