@@ -21,7 +21,7 @@ from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 from bluejay.quant import QuantizedLinear, QuantizedSource, quantize_model
 
-__all__ = ["Built", "Program", "Programs", "build", "build_fresh", "pick_device", "read_weights", "save"]
+__all__ = ["Built", "Program", "Programs", "build", "build_fresh", "locate", "pick_device", "read_weights", "save"]
 
 BUNDLED = Path(__file__).parent / "assets"
 
@@ -116,8 +116,7 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
         MachineError: no such device here.
     """
     device = pick_device(run.device)
-    source = BUNDLED / "nano" if run.model == "nano" else run.model
-    checkpoint = open_checkpoint(source, offline=run.offline, observe=observe)
+    checkpoint = open_checkpoint(locate(run.model), offline=run.offline, observe=observe)
     origin = QuantizedSource(checkpoint, run.quantize, strict=run.strict) if run.quantize else checkpoint
     config = origin.config
     context = run.context or config.n_positions
@@ -211,6 +210,11 @@ class _SkipInit(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+def locate(model: str) -> str | Path:
+    """What `open_checkpoint` takes for a model's name: `nano` is the bundled one."""
+    return BUNDLED / "nano" if model == "nano" else model
 
 
 def pick_device(name: str) -> torch.device:

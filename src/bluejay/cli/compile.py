@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bluejay.cli.display import Display
-from bluejay.cli.environment import cache_folder, compiler_settings, preferred_compiler
+from bluejay.cli.environment import cache_folder, preferred_compiler
 
 if TYPE_CHECKING:
     from bluejay.build import Built
@@ -23,6 +23,7 @@ def compile(
     batch: Annotated[int, typer.Option(help="Rows at once, at most.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
+    quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     blocks: Annotated[str, typer.Option(help="auto, inline (one program), shared (one per kind of layer).")] = "auto",
     target_file: Annotated[Path | None, typer.Option(help="YAML: the machine to compile for.")] = None,
@@ -41,6 +42,7 @@ def compile(
     run = run_config(
         model,
         dtype or None,
+        quantize=quantize,
         context=context,
         max_rows=batch,
         device=device,
@@ -48,7 +50,6 @@ def compile(
         blocks=blocks,
         threads=target.threads if target else 0,
         cxx=preferred_compiler(),
-        ambient=compiler_settings(),
         cache=str(cache or cache_folder()),
     )
     with Display(quiet) as display:
@@ -81,7 +82,7 @@ def _check(target: Target, built: Built) -> None:
             fix="compile on a machine of that kind and move the programs with bluejay cache export and import",
         )
     config, run = built.model.config, built.run
-    weights = costs.weight_bytes(config, built.dtype.itemsize)
+    weights = sum(tensor.nbytes for tensor in (*built.model.parameters(), *built.model.buffers()))
     cache = run.max_rows * built.context * costs.kv_bytes_per_token(config, built.dtype.itemsize)
     if target.memory_bytes and weights + cache > target.memory_bytes:
         raise MachineError(

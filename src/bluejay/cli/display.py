@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
 
     from bluejay.events import Event
 
@@ -31,7 +31,7 @@ class Display:
         self._live = sys.stderr.isatty()
         self._started = time.perf_counter()
         self._progress: Progress | None = None
-        self._loading: TaskID | None = None
+        self._bar: TaskID | None = None
         self._compiling: dict[str, TaskID] = {}  # by fingerprint
 
     def __enter__(self) -> Display:
@@ -50,7 +50,11 @@ class Display:
         elif self._quiet:
             return
         elif name == "load" and self._live:
-            self._show_loading(fields["done_bytes"], fields["total_bytes"])
+            self._show_bytes("loading weights", fields["done_bytes"], fields["total_bytes"])
+        elif name == "quantize" and self._live:
+            self._show_bytes("packing weights", fields["done_bytes"], fields["total_bytes"])
+        elif name == "evaluate" and self._live:
+            self._show_count("scoring tokens", fields["done"], fields["total"])
         elif name == "compile.start":
             self._begin(fields, f"compiling {fields['label']} (once; the program is kept)")
         elif name == "compile.wait":
@@ -60,15 +64,30 @@ class Display:
         elif name in ("compile.done", "compile.failed", "compile.waited"):
             self._end(fields)
 
-    def _show_loading(self, done_bytes: int, total_bytes: int) -> None:
-        if self._progress is None and time.perf_counter() - self._started > PATIENCE_SECONDS:
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    def warn(self, text: str) -> None:
+        """A warning that comes from no event."""
+        self._say(f"warning: {text}")
 
-            columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(True), TimeRemainingColumn()
-            self._loading = self._open(*columns).add_task("load", total=total_bytes)
-        if self._progress is not None and self._loading is not None:
-            self._progress.update(self._loading, completed=done_bytes)
-            if done_bytes >= total_bytes:
+    def _show_bytes(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        from rich.progress import DownloadColumn
+
+        self._show_bar(what, DownloadColumn(True), done_bytes, total_bytes)
+
+    def _show_count(self, what: str, done: int, total: int) -> None:
+        from rich.progress import MofNCompleteColumn
+
+        self._show_bar(what, MofNCompleteColumn(), done, total)
+
+    def _show_bar(self, what: str, amount: ProgressColumn, done: int, total: int) -> None:
+        if self._progress is None and time.perf_counter() - self._started > PATIENCE_SECONDS:
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+            self._bar = self._open(TextColumn(what), BarColumn(), amount, TimeRemainingColumn()).add_task(
+                what, total=total
+            )
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, completed=done)
+            if done >= total:
                 self._close()
 
     def _begin(self, fields: Mapping[str, Any], text: str) -> None:
@@ -76,7 +95,7 @@ class Display:
             self._say(text)
             return
         self._remove(fields["fingerprint"])  # the line of a worker that died, whose work begins again
-        if self._progress is None or self._loading is not None:
+        if self._progress is None or self._bar is not None:
             from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
             from rich.table import Column
 
@@ -96,7 +115,7 @@ class Display:
         self._remove(fields["fingerprint"])
         if self._live and "seconds" in fields:
             self._say(f"compiled {fields['label']} in {fields['seconds']:.1f} s")
-        if not self._compiling and self._loading is None:
+        if not self._compiling and self._bar is None:
             self._close()
 
     def _remove(self, fingerprint: str) -> None:
@@ -126,7 +145,7 @@ class Display:
     def _close(self) -> None:
         """Take away what moves and give the cursor back; again and again does no harm."""
         progress, self._progress = self._progress, None
-        self._loading = None
+        self._bar = None
         self._compiling.clear()
         atexit.unregister(self._close)
         if progress is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bluejay.cli.display import Display
-from bluejay.cli.environment import cache_folder, compiler_settings, preferred_compiler
+from bluejay.cli.environment import cache_folder, preferred_compiler
 from bluejay.config import GenerationConfig
 from bluejay.errors import RequestError
 
@@ -44,6 +44,7 @@ def generate(
     prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: the same for the prompt.")] = None,
     over_window: Annotated[str, typer.Option(help="Prompt + answer over the window: refuse, or cut.")] = "refuse",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
+    quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     backend: Annotated[str, typer.Option(help="auto, inductor (compiled) or eager (no compiler).")] = "auto",
@@ -96,10 +97,10 @@ def generate(
         engine = bluejay.load(
             model,
             dtype=dtype or None,
+            quantize=quantize,
             device=device,
             context=context,
             backend=backend,
-            ambient=compiler_settings(),
             cxx=preferred_compiler(),
             cache=str(cache or cache_folder()),
             loop=loop,

@@ -21,8 +21,11 @@ from bluejay.cli.bench import bench
 from bluejay.cli.cache import cache
 from bluejay.cli.compile import compile
 from bluejay.cli.doctor import doctor
+from bluejay.cli.evaluate import evaluate
 from bluejay.cli.generate import generate
 from bluejay.cli.plan import plan
+from bluejay.cli.quantize import quantize
+from bluejay.cli.train import train
 from bluejay.errors import BluejayError
 
 # Verb files import torch and the other rooms inside their functions, so that `--help` and mistakes answer at once.
@@ -30,6 +33,9 @@ app = typer.Typer(name="bluejay", add_completion=False, rich_markup_mode=None)
 app.command()(generate)
 app.command()(compile)
 app.command()(plan)
+app.command()(train)
+app.command()(quantize)
+app.command()(evaluate)
 app.command()(doctor)
 app.add_typer(bench)
 app.add_typer(cache)

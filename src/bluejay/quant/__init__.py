@@ -1,6 +1,6 @@
 """Group quantization to four bits: pure primitives, packed weights, and two verbs, for models and for checkpoints."""
 
-from bluejay.quant.convert import QuantizedSource, quantize_checkpoint
+from bluejay.quant.convert import QuantizedSource, quantize_checkpoint, summarize
 from bluejay.quant.gptq import InputMoments, gptq
 from bluejay.quant.linear import QuantizedLinear, TensorRecord, quantize_model
 from bluejay.quant.packing import PackedWeight, dequantize, pack, quantize, unpack
@@ -17,5 +17,6 @@ __all__ = [
     "quantize",
     "quantize_checkpoint",
     "quantize_model",
+    "summarize",
     "unpack",
 ]
