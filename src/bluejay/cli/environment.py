@@ -22,6 +22,9 @@ def preferred_compiler() -> str:
     return os.environ.get("CXX", "")
 
 
-def compiler_settings() -> tuple[tuple[str, str], ...]:
-    """Variables that steer torch's compiler, as they are set: part of every program's fingerprint."""
-    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("TORCHINDUCTOR_", "AOT_INDUCTOR_"))))
+def keep_compiled_steps(folder: Path) -> None:
+    """Let torch keep the code of compiled training steps in `folder`, unless the environment names another place.
+
+    torch finds it again under a hash of the graph, its own version and the processor, and checks it before use.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -210,7 +210,8 @@ def parse_train(raw: Mapping[str, Any], source: str, base: TrainConfig | None = 
     Raises:
         ConfigError: naming the key and the nearest known ones, or the value and what it must be.
     """
-    return _merge(base or TrainConfig(), raw, source, "")
+    config: TrainConfig = _merge(base or TrainConfig(), raw, source, "")
+    return config
 
 
 def read_train(file: str | Path = "", settings: Sequence[str] = ()) -> TrainConfig:

@@ -1,0 +1,242 @@
+"""`bluejay train`: from scratch or from a checkpoint, all weights or adapters, by one configuration file."""
+
+from __future__ import annotations
+
+import json as json_format
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bluejay.cli.display import Display
+from bluejay.cli.environment import cache_folder, keep_compiled_steps
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from bluejay.config import TrainConfig
+    from bluejay.events import Event
+    from bluejay.train import TrainResult
+
+
+def train(
+    config: Annotated[str, typer.Option(help="A YAML file, or a preset such as nano-full or gptj-6b-lora.")] = "",
+    set: Annotated[list[str] | None, typer.Option("--set", help="One setting: a.b=c; may be repeated.")] = None,
+    qat: Annotated[str, typer.Option(help="Train for group quantization, such as int4-g64.")] = "",
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in `out`.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress and no configuration.")] = False,
+    json: Annotated[bool, typer.Option(help="Print one JSON object at the end.")] = False,
+) -> None:
+    """Train a GPT-J model. Figures go to stderr; checkpoints, events, plot and result to the folder `out`."""
+    from bluejay.config import as_yaml, read_train
+
+    run = read_train(config, [*(set or ()), *([f"qat={qat}"] if qat else ())])
+    keep_compiled_steps((cache or cache_folder()) / "train")
+    if not quiet:
+        print(as_yaml(run), file=sys.stderr)
+    with TrainDisplay(quiet) as display:
+        result = run_training(run, display, resume=resume)
+    if json:
+        print(json_format.dumps({**asdict(result), "model": result.model and str(result.model)}))
+    elif not quiet:
+        print(_last_line(run, result), file=sys.stderr)
+    if result.stopped == "interrupted":
+        raise typer.Exit(130)
+
+
+def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: bool = False) -> TrainResult:
+    """Everything from a configuration to a result: model, data, loop, events, plot.
+
+    Raises:
+        ConfigError: `out` holds a run and `resume` was not asked, or nothing to resume.
+        TrainingError and what `build` raises.
+    """
+    from bluejay.errors import ConfigError
+    from bluejay.events import Event
+    from bluejay.machine import peak_memory_bytes
+    from bluejay.tasks import read_samples
+    from bluejay.train import Checkpoints, EventFile, Trainer, lay_out, plot_loss, prepare, read_events, trackers
+
+    out = Path(run.out)
+    last = Checkpoints(out / "checkpoints", run.keep).last()
+    if (last is None) == resume:
+        raise ConfigError(
+            asked=f"{'go on with' if resume else 'begin'} the run in {out}",
+            found=f"a checkpoint of update {last.update}" if last else "no checkpoint",
+            rule="a run never mixes with another, and only a run with a checkpoint goes on",
+            fix="choose another out, or add --resume" if last else "leave --resume out",
+        )
+    if not run.data.train:
+        raise ConfigError(asked="a training run", found="no data.train", fix="--set data.train=FILE")
+    out.mkdir(parents=True, exist_ok=True)
+    events = EventFile(out / "events.jsonl")
+    listeners: list[Callable[[Event], None]] = [events, observe, *trackers(run)]
+
+    def tell(event: Event) -> None:
+        if event.name == "train.update":
+            event = Event(event.name, {**event.fields, "memory_bytes": peak_memory_bytes()})
+        for listener in listeners:
+            listener(event)
+
+    try:
+        built = prepare(run, tell)
+        length = run.data.length or built.context
+        if length > built.context:
+            raise ConfigError(
+                asked=f"data.length={length}", found=f"a window of {built.context}", fix="lower data.length"
+            )
+
+        def source(name: str, split: str) -> Any:
+            vocab_size = built.model.config.vocab_size
+            samples = read_samples(
+                name, split, run.data, built.tokenizer, vocab_size, offline=run.offline, observe=tell
+            )
+            return samples, lay_out(samples, run.data.layout, length, run.data.within_documents)
+
+        samples, rows = source(run.data.train, run.data.train_split)
+        valid = source(run.data.valid, run.data.valid_split)[1] if run.data.valid else None
+        if rows.num_without_target:
+            text = f"{rows.num_without_target} of {len(samples)} samples have no target after truncation; not learned"
+            tell(Event("warning", {"text": text}))
+        if rows.num_cut:
+            text = f"{rows.num_cut} of {len(samples)} samples are longer than {length} tokens and were cut"
+            tell(Event("warning", {"text": text}))
+        trainer = Trainer(built, run, rows, valid, tell, data_digest=samples.digest())
+        if last is not None:
+            trainer.resume(last)
+        with _interruptible() as was_interrupted:
+            result = trainer.run(was_interrupted)
+        try:
+            plot_loss(read_events(out / "events.jsonl"), out)
+        except ConfigError as error:
+            tell(Event("warning", {"text": f"no plot of the loss: {error.found}; {error.fix}"}))
+        return result
+    finally:
+        events.close()
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks the loop to save and leave after this update; a second one leaves at once."""
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _last_line(run: TrainConfig, result: TrainResult) -> str:
+    from bluejay.units import format_seconds
+
+    rate = result.num_tokens / result.seconds if result.seconds else 0.0
+    parts = [
+        f"{result.stopped} at update {result.update}",
+        f"loss {result.loss:.4f}",
+        *([f"validation {result.valid_loss:.4f}"] if result.valid_loss is not None else []),
+        f"{result.num_tokens:,} tokens at {rate:,.0f}/s",
+        *([f"compiling {format_seconds(result.compile_seconds)}"] if result.compile_seconds > 1 else []),
+        *([f"{result.num_skipped} updates skipped for overflow"] if result.num_skipped else []),
+        str(result.model) if result.model else f"saved; go on with --resume ({run.out})",
+    ]
+    return "bluejay: " + ", ".join(parts)
+
+
+class TrainDisplay:
+    """Progress of a run: a bar on a terminal, elsewhere a line now and then. Waiting and warnings are `Display`'s."""
+
+    LINES = 40  # over a whole run, where there is no terminal
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._live = quiet, sys.stderr.isatty()
+        self._waiting = Display(quiet)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # real tokens, seconds
+
+    def __enter__(self) -> TrainDisplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._waiting.__exit__(None, None, None)
+
+    def __call__(self, event: Event) -> None:
+        name, fields = event.name, event.fields
+        if name == "warning":
+            self._say(f"warning: {fields['text']}")
+        elif self._quiet:
+            return
+        elif name == "train.start":
+            self._start(fields)
+        elif name == "train.update":
+            self._update(fields)
+        elif name == "train.compile":
+            self._say(f"compiled the step for {fields['what']} of {fields['shape']} in {fields['seconds']:.1f} s")
+        elif name == "train.eval":
+            best = ", the best so far" if fields["is_best"] else ""
+            self._say(f"update {fields['update']}: validation loss {fields['loss']:.4f}{best}")
+        elif name == "train.save":
+            self._say(f"saved {fields['folder']}")
+        elif not name.startswith("train."):
+            self._waiting(event)
+
+    def _start(self, fields: Any) -> None:
+        self._say(
+            f"{fields['num_trained']:,} of {fields['num_parameters']:,} parameters are trained; "
+            f"{fields['rows']:,} rows, "
+            f"global batch {fields['rows_per_update']} ({fields['gradient_accumulation']} micro-batches an update), "
+            f"{fields['updates_per_epoch']} updates an epoch, {fields['total']} in all"
+        )
+        if self._live:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = TextColumn("{task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}")
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task("", total=fields["total"], completed=fields["update"])
+            self._progress.start()
+
+    def _update(self, fields: Any) -> None:
+        self._recent.append((fields["num_tokens"], fields["seconds"]))
+        update, total = fields["update"], fields["total"]
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=update, description=self._figures(fields))
+        elif update % max(1, total // self.LINES) == 0 or update == total:
+            from bluejay.units import format_seconds
+
+            seconds = sum(s for _, s in self._recent) / len(self._recent)
+            left = format_seconds((total - update) * seconds)
+            self._say(f"update {update}/{total}, {self._figures(fields)}, {left} left")
+
+    def _figures(self, fields: Any) -> str:
+        from bluejay.units import format_bytes
+
+        tokens, seconds = (sum(part) for part in zip(*self._recent, strict=True))
+        loss = "none" if fields["loss"] is None else f"{fields['loss']:.4f}"
+        scale = f", loss scale {fields['loss_scale']:g}" if "loss_scale" in fields else ""
+        return (
+            f"loss {loss}, rate {fields['learning_rate']:.2e}, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            f"{format_bytes(fields['memory_bytes'])}{scale}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._progress is None:
+            print(f"bluejay: {text}", file=sys.stderr, flush=True)
+        else:
+            self._progress.console.print(f"bluejay: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,477 @@
+"""The one training loop: over any step, any optimizer, any number of replicas, from scratch or on top of a checkpoint.
+
+An update is: the micro-batches' gradients, each a share of the mean over all targets of the global batch; their sum
+over replicas; clipping; one optimizer step. What happens in an update is a function of the weights, the optimizer's
+state, the configuration and the update's number, which is why ten updates straight are four, a stop, and six.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bluejay.build import Built, build, build_fresh, read_weights, save
+from bluejay.config import RunConfig, TrainConfig, as_yaml
+from bluejay.errors import ConfigError
+from bluejay.events import Event, Observer, ignore
+from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError
+from bluejay.train.lora import add_lora, merged_weights, read_adapter, save_adapter
+from bluejay.train.optimizers import Updater, schedule_factor
+from bluejay.train.packing import Reader, Source
+from bluejay.train.precision import DTYPES, LossScaler, Weights
+from bluejay.train.step import Alone, LocalStep, Replicas, Step
+
+# Settings that may differ when a run goes on: they change what is kept and shown, not what is learned.
+FREE_TO_CHANGE = frozenset(
+    "out save_every keep eval_every eval_rows result compile device offline tensorboard wandb recompute".split()
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a run.
+
+    Attributes:
+        model: folder of the result: a Hugging Face checkpoint or a PEFT adapter. None when interrupted.
+        loss: of the last update, in nats per target; nan when there was none.
+        valid_loss, best_loss, best_update: of evaluations, if there were any.
+        stopped: `done`, `early` (no better evaluation for `patience` of them) or `interrupted`.
+        num_tokens: real tokens that went through the model in this process.
+        seconds: spent in updates, compiling apart.
+        num_skipped: updates left out because fp16 gradients overflowed.
+        num_empty: updates left out because their rows had no target.
+    """
+
+    model: Path | None
+    update: int
+    loss: float
+    valid_loss: float | None
+    best_loss: float | None
+    best_update: int | None
+    stopped: str
+    num_tokens: int
+    seconds: float
+    compile_seconds: float
+    num_skipped: int
+    num_empty: int
+
+
+class Trainer:
+    """A model, its data and its optimizer, ready to run.
+
+    Args:
+        built: a model as `build` gives it; it is changed in place.
+        train, valid: rows or blocks.
+        step: the work on a micro-batch; the model's own on one device unless given.
+        transform: what is done to the finished model before it is trained.
+        data_digest: of the training data, for a resume to compare.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        config: TrainConfig,
+        train: Source,
+        valid: Source | None = None,
+        observe: Observer = ignore,
+        *,
+        replicas: Replicas | None = None,
+        step: Callable[[Built, TrainConfig, Observer], Step] = LocalStep,
+        transform: Callable[[nn.Module], object] | None = None,
+        data_digest: str = "",
+    ) -> None:
+        self.config, self.built = config, built
+        self.out = Path(config.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.keep)
+        self._observe, self._replicas = observe, replicas or Alone()
+        self._digest = data_digest
+        if not config.masters and config.precision == "bf16":
+            text = "bf16 without fp32 masters: weights are rounded stochastically, with noise (masters=true: none)"
+            observe(Event("warning", {"text": text}))
+        model = built.model
+        set_dropout(model, config.dropout)
+        if config.lora.rank:
+            add_lora(model, config.lora, config.seed)
+        else:
+            model.requires_grad_(True)
+        if transform is not None:
+            transform(model)
+        self.weights = Weights(model, DTYPES[config.precision], config.masters)
+        accumulation = config.accumulation(self._replicas.count)
+        rows = config.rows_per_update(self._replicas.count)
+        self.updater = Updater(self.weights, config.optimizer, rows, config.seed)
+        self.scaler = LossScaler(config.loss_scale) if config.precision == "fp16" else None
+        self.reader = Reader(
+            train,
+            config.micro_batch,
+            accumulation,
+            config.seed,
+            replicas=self._replicas.count,
+            replica=self._replicas.index,
+        )
+        self.total = config.steps or math.ceil(config.epochs * self.reader.updates_per_epoch)
+        self._valid = valid
+        self._step = step(built, config, observe)
+        self._average = {n: t.clone() for n, t in self.weights.values().items()} if config.ema else {}
+        self.update = 0
+        self.loss = math.nan
+        self.valid_loss: float | None = None
+        self.best_loss: float | None = None
+        self.best_update: int | None = None
+        self._worse = 0
+        self._num_tokens = self._num_empty = 0
+        self._seconds = 0.0
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
+        """Train to the end, or until `should_stop` says so after an update; then a checkpoint is saved.
+
+        Raises:
+            TrainingError: the loss or a gradient is not a number, or a checkpoint cannot be written.
+        """
+        config = self.config
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
+        self._observe(Event("train.start", self.description()))
+        stopped = "done"
+        last_saved = self.update
+        cuda = [self.built.device] if self.built.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            while self.update < self.total:
+                self._one_update()
+                is_best = False
+                if config.eval_every and self.update % config.eval_every == 0 and self.update < self.total:
+                    is_best = self._evaluate()
+                if is_best or (config.save_every and self.update % config.save_every == 0):
+                    self.save()
+                    last_saved = self.update
+                if config.patience and self._worse >= config.patience:
+                    stopped = "early"
+                    break
+                if should_stop():
+                    stopped = "interrupted"
+                    break
+            if stopped == "done" and self._valid is not None:
+                self._evaluate()
+            if last_saved != self.update:
+                self.save()
+        model = None if stopped == "interrupted" else self._write_result()
+        result = TrainResult(
+            model=model,
+            update=self.update,
+            loss=self.loss,
+            valid_loss=self.valid_loss,
+            best_loss=self.best_loss,
+            best_update=self.best_update,
+            stopped=stopped,
+            num_tokens=self._num_tokens,
+            seconds=self._seconds,
+            compile_seconds=getattr(self._step, "compile_seconds", 0.0),
+            num_skipped=self.scaler.num_skipped if self.scaler else 0,
+            num_empty=self._num_empty,
+        )
+        self._observe(Event("train.end", {**asdict(result), "model": str(model) if model else None}))
+        return result
+
+    def _one_update(self) -> None:
+        started, compiling = time.perf_counter(), getattr(self._step, "compile_seconds", 0.0)
+        device = self.built.device
+        batches = [batch.to(device) for batch in self.reader.batches(self.update)]
+        counts = torch.tensor([[b.num_targets, b.num_tokens] for b in batches], dtype=torch.float64).sum(0)
+        num_targets, num_tokens = (int(x) for x in self._replicas.total(counts))
+        factor = schedule_factor(self.update, self.total, self.config.schedule)
+        norm = 0.0
+        if num_targets:
+            loss_scale = self.scaler.scale if self.scaler else 1.0
+            scale = torch.tensor(loss_scale / num_targets, dtype=torch.float32, device=device)
+            total = torch.zeros((), dtype=torch.float64)
+            for i, batch in enumerate(batches):
+                if not batch.num_targets and self._replicas.count == 1:
+                    continue  # the last update of an epoch may not fill all micro-batches
+                total += self._step.gradients(batch, scale, self._seed_of(i)).double().cpu()
+            self.loss = float(self._replicas.total(total)) / num_targets
+            self._replicas.sum_gradients(self.weights.gradients())
+            norm = self._clip(loss_scale)
+            skipped = not math.isfinite(norm)
+            if not math.isfinite(self.loss) or (skipped and self.scaler is None):
+                self._stop_for_nan(norm)
+            if self.scaler is not None:
+                self.scaler.update(skipped)
+                if self.scaler.scale < 1:
+                    self._stop_for_nan(norm)
+            if not skipped:
+                self.updater.step(self.update, factor)
+                self._follow()
+            self.weights.forget_gradients()
+        else:
+            self._num_empty += 1
+            text = f"update {self.update + 1} is left out: none of its {num_tokens} tokens is a target"
+            self._observe(Event("warning", {"text": text}))
+        self.update += 1
+        compiled = getattr(self._step, "compile_seconds", 0.0) - compiling
+        seconds = time.perf_counter() - started - compiled
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        fields = {
+            "update": self.update,
+            "total": self.total,
+            "epoch": self.update / self.reader.updates_per_epoch,
+            "loss": self.loss if num_targets else None,
+            "learning_rate": self.updater.learning_rate,
+            "gradient_norm": norm,
+            "num_tokens": num_tokens,
+            "num_targets": num_targets,
+            "seconds": seconds,
+            "compiled": compiled > 0,
+        }
+        if self.scaler is not None:
+            fields |= {"loss_scale": self.scaler.scale, "num_skipped": self.scaler.num_skipped}
+        self._observe(Event("train.update", fields))
+
+    def _seed_of(self, micro_batch: int) -> int:
+        """A seed for dropout that no other micro-batch of the run has."""
+        key = (self.config.seed, self.update, micro_batch, self._replicas.index)
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+    def _clip(self, loss_scale: float) -> float:
+        """Take the loss scale out of the gradients and clip them; returns their global norm before clipping."""
+        gradients = self.weights.gradients()
+        norms = torch._foreach_norm(gradients, 2)
+        norm = float(torch.linalg.vector_norm(torch.stack([n.double() for n in norms]))) / loss_scale
+        limit = self.config.optimizer.clip_norm
+        factor = (min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0) / loss_scale
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Let the moving average follow the weights."""
+        values = self.weights.values() if self._average else {}
+        for name, average in self._average.items():
+            average.lerp_(values[name], 1 - self.config.ema)
+
+    def _stop_for_nan(self, norm: float) -> None:
+        last = self.checkpoints.last()
+        raise TrainingError(
+            asked=f"update {self.update + 1} of {self.total}",
+            found=f"a loss of {self.loss} and a gradient norm of {norm}"
+            + (f" with the loss scaled by {self.scaler.scale:g}" if self.scaler else ""),
+            rule="a number that is not finite would destroy all weights, so the run stops before it uses it",
+            fix=f"the last good checkpoint is {last.folder if last else 'none'}; lower the learning rate, lengthen the "
+            "warm-up, or look at the data of this update",
+        )
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """The loss on validation data; returns whether it is the best so far."""
+        if self._valid is None:
+            return False
+        started = time.perf_counter()
+        with _Swapped(self.weights, self._average):
+            self.valid_loss, num_targets = self.evaluate(self._valid, self.config.eval_rows)
+        is_best = self.best_loss is None or self.valid_loss < self.best_loss
+        if is_best:
+            self.best_loss, self.best_update, self._worse = self.valid_loss, self.update, 0
+        else:
+            self._worse += 1
+        fields = {"update": self.update, "loss": self.valid_loss, "num_targets": num_targets, "is_best": is_best}
+        self._observe(Event("train.eval", {**fields, "seconds": time.perf_counter() - started}))
+        return is_best
+
+    def evaluate(self, source: Source, max_rows: int = 0) -> tuple[float, int]:
+        """Mean loss in nats per target over the first `max_rows` rows (0: all), and how many targets that were."""
+        order = source.order(0, 0)
+        order = np.sort(order)[: max_rows or None]
+        total, num_targets = 0.0, 0
+        for start in range(0, len(order), self.config.micro_batch):
+            batch = source.batch(order[start : start + self.config.micro_batch], self.config.micro_batch)
+            if batch.num_targets:
+                total += float(self._step.loss(batch.to(self.built.device)))
+                num_targets += batch.num_targets
+        return total / num_targets if num_targets else math.nan, num_targets
+
+    # ---- saving and going on ---------------------------------------------------------------------------------------
+
+    def save(self) -> Saved:
+        """Write a checkpoint of this moment.
+
+        Raises:
+            TrainingError: it cannot be written; the last good one is intact.
+        """
+        started = time.perf_counter()
+        tensors = {f"optimizer/{name}": value for name, value in self.updater.state().items()}
+        tensors |= {f"average/{name}": value for name, value in self._average.items()}
+        state = {
+            "update": self.update,
+            "loss": str(self.loss),
+            "best_loss": self.best_loss,
+            "best_update": self.best_update,
+            "worse": self._worse,
+            "num_empty": self._num_empty,
+            "scaler": self.scaler.state() if self.scaler else None,
+            "data": self._digest,
+            "replicas": self._replicas.count,
+            "config": asdict(self.config),
+            "torch": torch.__version__,
+        }
+        saved = self.checkpoints.save(self.update, self._write_weights, tensors, state, self.best_update)
+        seconds = time.perf_counter() - started
+        self._observe(Event("train.save", {"update": self.update, "folder": str(saved.folder), "seconds": seconds}))
+        return saved
+
+    def _write_weights(self, folder: Path) -> None:
+        values = self.weights.values()
+        if self.config.lora.rank:
+            save_adapter(folder / "adapter", values, self.config.lora, self.config.model)
+        else:
+            save(self.built, folder / "model", self._full(values))
+
+    def _full(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All weights of the model by Hugging Face's names, the trained ones in full precision; shared ones once."""
+        return {name: values.get(name, parameter.data) for name, parameter in self.built.model.named_parameters()}
+
+    def resume(self, saved: Saved) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ConfigError: it belongs to a run with other settings or other data.
+        """
+        state = saved.state()
+        self._check_same(saved, state)
+        if self.config.lora.rank:
+            stored = read_adapter(saved.folder / "adapter")
+        else:
+            stored = dict(read_weights(saved.folder / "model"))
+        self.weights.set(stored)
+        tensors = saved.tensors()
+        self.updater.load(_below("optimizer/", tensors))
+        self._average = {n: t.to(self.built.device) for n, t in _below("average/", tensors).items()}
+        self.update = state["update"]
+        self.loss = float(state["loss"])
+        self.best_loss, self.best_update, self._worse = state["best_loss"], state["best_update"], state["worse"]
+        self._num_empty = state["num_empty"]
+        if self.scaler is not None:
+            self.scaler.load(state["scaler"])
+
+    def _check_same(self, saved: Saved, state: dict[str, Any]) -> None:
+        mine = flatten(asdict(self.config))
+        theirs = flatten(state["config"])
+        differing = [n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n)]
+        changed = [name for name in differing if name.partition(".")[0] not in FREE_TO_CHANGE]
+        longer = {"steps", "epochs"}
+        refused = [name for name in changed if name not in longer and not name.startswith("data.valid")]
+        if state["data"] != self._digest:
+            refused.append("the training data")
+        if state["replicas"] != self._replicas.count:
+            refused.append("the number of replicas")
+        if refused:
+            shown = ", ".join(f"{n} (was {theirs.get(n)!r}, is {mine.get(n)!r})" if n in mine else n for n in refused)
+            raise ConfigError(
+                asked=f"go on from {saved.folder}",
+                found=f"another run: {shown}",
+                rule="a resumed run is the same run",
+                fix="use the settings in config.yaml beside it, or start anew from its model/ with another out",
+            )
+        if set(changed) & longer:
+            text = "steps or epochs differ from the run that is resumed: the learning rate follows the new length"
+            self._observe(Event("warning", {"text": text}))
+
+    def _write_result(self) -> Path:
+        """The finished model, or adapter, in the dtype of the checkpoint that it came from."""
+        values = self._average or self.weights.values()
+        if self.config.result == "best" and self.best_update is not None and self.best_update != self.update:
+            saved = next(saved for saved in self.checkpoints.all() if saved.update == self.best_update)
+            average = _below("average/", saved.tensors())
+            folder = saved.folder
+            stored = read_adapter(folder / "adapter") if self.config.lora.rank else read_weights(folder / "model")
+            values = average or dict(stored)
+        lora = self.config.lora
+        if lora.rank and not lora.merge:
+            save_adapter(self.out / "adapter", values, lora, self.config.model)
+            return self.out / "adapter"
+        full = merged_weights(self.built.model, values) if lora.rank else self._full(values)
+        dtype = getattr(torch, self.built.model.config.dtype or "float32")
+        save(self.built, self.out / "model", {name: tensor.to(dtype) for name, tensor in full.items()}, self._observe)
+        return self.out / "model"
+
+    def description(self) -> dict[str, Any]:
+        """What the run is, as plain data."""
+        source = self.reader.source
+        num_trained = sum(one.parameter.numel() for one in self.weights)
+        return {
+            "config": asdict(self.config),
+            "update": self.update,
+            "total": self.total,
+            "updates_per_epoch": self.reader.updates_per_epoch,
+            "rows": len(source),
+            "rows_per_update": self.config.rows_per_update(self._replicas.count),
+            "gradient_accumulation": self.config.accumulation(self._replicas.count),
+            "num_targets": source.num_targets,
+            "num_without_target": source.num_without_target,
+            "num_cut": source.num_cut,
+            "num_parameters": sum(parameter.numel() for parameter in self.built.model.parameters()),
+            "num_trained": num_trained,
+        }
+
+
+def prepare(config: TrainConfig, observe: Observer = ignore) -> Built:
+    """The model of a run on its device, in the precision that training starts from.
+
+    Raises:
+        CheckpointError, TokenizerError, ConfigError, MachineError: as `build`.
+    """
+    full = config.masters and not config.lora.rank
+    dtype = "float32" if full else str(DTYPES[config.precision]).removeprefix("torch.")
+    run = RunConfig(model=config.model, dtype=dtype, device=config.device, offline=config.offline)
+    return build_fresh(run, config.seed) if config.scratch else build(run, observe)
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class _Swapped:
+    """Averaged weights in the model while it is evaluated; its own come back afterwards."""
+
+    def __init__(self, weights: Weights, average: dict[str, Tensor]) -> None:
+        self._weights, self._average = weights, average
+
+    def __enter__(self) -> None:
+        if self._average:
+            self._own = {name: tensor.clone() for name, tensor in self._weights.values().items()}
+            self._weights.set(self._average)
+
+    def __exit__(self, *error: object) -> None:
+        if self._average:
+            self._weights.set(self._own)
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Dropout of embedding, attention and residual; adapters have their own."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = probability  # type: ignore[assignment]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping by dotted names; tuples as lists, as JSON has them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
