@@ -217,8 +217,9 @@ def test_third_parties_stay_in_their_rooms() -> None:
 def test_only_cli_prints_and_reads_the_environment() -> None:
     """Catches a stray print in a stream that a program reads, and a setting that no fingerprint can know of."""
     found = []
+    hides_it = PACKAGE / "compile" / "pristine.py"  # from torch, while a program is built: decision 0014
     for file in FILES:
-        if room_of(file) == "cli":
+        if room_of(file) == "cli" or file == hides_it:
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""

@@ -87,9 +87,6 @@ def test_model_config_has_a_spelling_with_every_field(tiny_config: ModelConfig) 
         {"threads": 1.0},
         {"threads": True},
         {"cxx": None},
-        {"ambient": {"A": "1"}},
-        {"ambient": (("B", "1"), ("A", "1"))},
-        {"ambient": (("A", 1),)},
     ],
 )
 def test_wrong_compile_settings_are_refused(settings: dict[str, Any]) -> None:

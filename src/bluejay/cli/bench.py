@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from bluejay.cli.display import Display
-from bluejay.cli.environment import compiler_settings, preferred_compiler
+from bluejay.cli.environment import preferred_compiler
 
 bench = typer.Typer(name="bench", help="Measure what helps to choose a setting on this machine.", no_args_is_help=True)
 
@@ -64,7 +64,6 @@ def decode_loops(
                 backend=backend,
                 blocks=blocks,
                 cxx=preferred_compiler(),
-                ambient=compiler_settings(),
                 cache=str(Path(folder) / loop),
                 observe=display,
             )

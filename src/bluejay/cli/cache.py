@@ -368,7 +368,6 @@ def _table_of_manifest(manifest: Mapping[str, Any]) -> Table:
         "weights": _tensors(signature["weights"], memory["weights_bytes"]),
         "workspace": f"at most {format_bytes(memory['workspace_bytes_at_most'])}",
         "settings": _pairs(fields["spec"]),
-        "variables": _pairs(fields["ambient"]),
         "identity": _pairs(fields["identity"]),
         **{name.replace("_", " "): _value(value) for name, value in _known(fields["environment"])},
         "sources": _pairs({name: value[:_SHORT] for name, value in fields["sources"].items()}),

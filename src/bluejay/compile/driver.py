@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 from bluejay.compile import inductor
 from bluejay.compile.executable import Eager, Executable
 from bluejay.compile.fingerprinting import Fingerprint, environment, fingerprint
+from bluejay.compile.pristine import pristine
 from bluejay.compile.signature import Signature, TensorSpec, input_names, named_weights
 from bluejay.compile.store import Store, make_entry
 from bluejay.config import CompileSpec
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.machine import Compiler, cxx_compiler, how_to_install_compiler
+
+if TYPE_CHECKING:
+    from bluejay.compile.graph import Part
 
 
 def compile(
@@ -65,15 +70,23 @@ def compile(
 
     def build(folder: Path) -> dict[str, Any]:
         cxx = require(compiler, spec, label).path
-        from bluejay.compile.graph import trace  # a quarter of a second that a program found in the store saves
-
         started = time.perf_counter()
         tell("compile.start")
+        programs = []
         try:
-            traced = trace(module, example_inputs, names, device.type, spec.blocks)
-            programs = inductor.build(
-                traced, folder, threads, cxx, lambda part, parts: tell("compile.part", part=part, parts=parts)
-            )
+            with pristine():
+                from bluejay.compile.graph import trace  # a quarter of a second that a program found in the store saves
+
+                traced = trace(module, example_inputs, names, device.type, spec.blocks)
+                for number, part in enumerate(traced.parts):
+                    tell("compile.part", part=number + 1, parts=len(traced.parts))
+                    name = f"program-{number}"
+                    if store is None or len(traced.parts) == 1:
+                        inductor.build(part, folder, name, device.type, threads, cxx)
+                    else:
+                        _take_part(part, folder, name, store, device, threads, cxx, wanted)
+                    inputs = [TensorSpec.of(f"input[{i}]", example) for i, example in enumerate(part.examples)]
+                    programs.append({"file": f"{name}.so", "inputs": inputs})
         except BaseException:  # an interrupt too: who shows that it runs must know that it no longer does
             tell("compile.failed")
             raise
@@ -111,6 +124,25 @@ def compile(
             chain = load(Path(work), manifest)
     signature = Signature.from_dict(manifest["signature"])
     return Executable(signature, chain, wanted.digest, manifest, built, manifest["compile_seconds"])
+
+
+def _take_part(
+    part: Part, folder: Path, name: str, store: Store, device: torch.device, threads: int, cxx: str, whole: Fingerprint
+) -> None:
+    """Write the library of a part into `folder`: another program's with the same part, or a new one."""
+
+    def build(work: Path) -> dict[str, Any]:
+        started = time.perf_counter()
+        inductor.build(part, work, "part", device.type, threads, cxx)
+        return {"label": "", "compile_seconds": time.perf_counter() - started}
+
+    def take(work: Path, manifest: Mapping[str, Any]) -> None:
+        for file in manifest["files"]:
+            shutil.copyfile(work / file, folder / file.replace("part", name, 1))
+
+    shared = ("device", "threads", "sources", "environment")
+    wanted = Fingerprint.of({"part": part.spelling, **{field: whole.fields[field] for field in shared}})
+    store.parts.obtain(wanted, build, take)
 
 
 def is_stored(

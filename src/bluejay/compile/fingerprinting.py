@@ -30,8 +30,6 @@ EXEMPT = frozenset(
         "CompileSpec.threads",  # 0 means "torch's number"; the resolved one stands beside it
     }
 )
-# Variables of torch's compiler that name places or what is logged.
-EXEMPT_AMBIENT = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE"})
 
 # Rooms whose code shapes graphs whatever the module is; a module's own room is added to them.
 GRAPH_ROOMS = ("compile", "config", "kernels", "models", "quant")
@@ -113,13 +111,12 @@ def fingerprint(
             "inputs": list(inputs),
             "identity": dict(identity or {}),
             "spec": spec,
-            "ambient": {name: value for name, value in spec.ambient if name not in EXEMPT_AMBIENT},
             "device": device,
             "threads": threads,
             "sources": source_digests(module, package_folder),
             "environment": environment,
         }
-        return Fingerprint.of(canonical(fields, exempt=EXEMPT | {"CompileSpec.ambient"}))
+        return Fingerprint.of(canonical(fields, exempt=EXEMPT))
     except TypeError as error:
         raise ConfigError(
             asked=f"a fingerprint of {type(module).__qualname__}",

@@ -41,10 +41,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """A graph to be compiled by itself, and its example inputs (fake: shapes without storage)."""
+    """A graph to be compiled by itself.
+
+    Attributes:
+        examples: its inputs (fake: shapes without storage).
+        spelling: all its operations in order; parts of equal spelling on one device are one program.
+    """
 
     graph: fx.GraphModule
     examples: tuple[Tensor, ...]
+    spelling: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ class _Draft:
         copied = self.graph.node_copy(node, lambda argument: self.take(argument, own))
         self.inner[node] = copied
         arguments = fx.node.map_arg((copied.args, copied.kwargs), lambda inner: f"%{self.number[inner]}")
-        self.spell(copied, f"{copied.target}{arguments}")
+        self.spell(copied, f"{copied.target}{arguments}{_code_within(node)}")
         return copied
 
     def spell(self, inner: fx.Node, text: str) -> None:
@@ -274,7 +280,7 @@ def _assemble(
     """Parts, equal ones once, and the calls that make the whole; `table` gains the places of what they return."""
     parts: list[Part] = []
     calls: list[Call] = []
-    known: dict[str, int] = {}
+    known: dict[tuple[str, ...], int] = {}
     needed = _last_uses(exported.graph, cut)
     free: list[int] = []
     size = len(table)
@@ -284,12 +290,12 @@ def _assemble(
             draft.take(node, own)
         crossing = [node for node in nodes if needed.get(node, -1) > index]
         draft.graph.output(tuple(draft.inner[node] for node in crossing))
-        spelling = "\n".join((*draft.spelling, str([draft.number[draft.inner[node]] for node in crossing])))
+        spelling = (*draft.spelling, f"returns {[draft.number[draft.inner[node]] for node in crossing]}")
         if spelling not in known:
             known[spelling] = len(parts)
             _stop_duplication(draft.graph)
             examples = tuple(_value(node) for node in draft.inputs)
-            parts.append(Part(fx.GraphModule(exported, draft.graph), examples))
+            parts.append(Part(fx.GraphModule(exported, draft.graph), examples, spelling))
         inputs = tuple(table[node] for node in draft.inputs)
         for node in [n for n in table if needed.get(n, len(cut)) == index and n.op != "placeholder"]:
             free.append(table[node])
@@ -298,6 +304,15 @@ def _assemble(
             size = max(size, table[node] + 1)
         calls.append(Call(known[spelling], inputs, tuple(table[node] for node in crossing)))
     return tuple(parts), tuple(calls), size
+
+
+def _code_within(node: fx.Node) -> str:
+    """The code of the branch or the body that a node names."""
+    if node.op != "get_attr":
+        return ""
+    assert node.graph.owning_module is not None
+    inner = node.graph.owning_module.get_submodule(str(node.target))
+    return "".join(str(child.graph) for child in inner.modules() if isinstance(child, fx.GraphModule))
 
 
 def _last_uses(graph: fx.Graph, cut: list[list[fx.Node]]) -> dict[fx.Node, int]:

@@ -23,7 +23,7 @@ from bluejay.errors import MachineError
 from bluejay.machine import how_to_install_compiler
 
 if TYPE_CHECKING:
-    from bluejay.compile.graph import Traced
+    from bluejay.compile.graph import Part
 
 # A program takes its inputs as a list and returns its outputs as a list.
 Program = Callable[[list[Tensor]], list[Tensor]]
@@ -56,37 +56,25 @@ def options(device: str, threads: int, cxx: str) -> dict[str, Any]:
     return chosen
 
 
-def build(
-    traced: Traced, folder: Path, threads: int, cxx: str, begin: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
-    """Write one library per part into `folder`; returns their names and inputs, for the manifest.
-
-    Args:
-        begin: is called before each part with its number, from 1, and the number of parts.
+def build(part: Part, folder: Path, name: str, device: str, threads: int, cxx: str) -> None:
+    """Write the library of a part as `folder/name.so`.
 
     Raises:
         MachineError: the compiler cannot build what Inductor wrote.
     """
     import torch._inductor  # two seconds to import, and a program found in the store never needs it
 
-    programs = []
-    for number, part in enumerate(traced.parts):
-        begin(number + 1, len(traced.parts))
-        work = folder / f"part-{number}"
-        work.mkdir()
-        wanted = {**options(traced.signature.device, threads, cxx), "aot_inductor.output_path": str(work)}
-        with torch.no_grad(), warnings.catch_warnings(), _compiler_errors(cxx):
-            warnings.simplefilter("ignore", FutureWarning)  # Inductor's use of torch's own pytree
-            library = Path(str(torch._inductor.aot_compile(part.graph, part.examples, options=wanted)))
-        name = f"program-{number}.so"
-        library.rename(folder / name)
-        # Operations without a C entry point are described in a file that the loader looks for beside the library.
-        with contextlib.suppress(FileNotFoundError):
-            library.with_suffix(".json").rename(folder / f"program-{number}.json")
-        shutil.rmtree(work)
-        inputs = [TensorSpec.of(f"input[{i}]", example) for i, example in enumerate(part.examples)]
-        programs.append({"file": name, "inputs": inputs})
-    return programs
+    work = folder / f"{name}-work"
+    work.mkdir()
+    wanted = {**options(device, threads, cxx), "aot_inductor.output_path": str(work)}
+    with torch.no_grad(), warnings.catch_warnings(), _compiler_errors(cxx):
+        warnings.simplefilter("ignore", FutureWarning)  # Inductor's use of torch's own pytree
+        library = Path(str(torch._inductor.aot_compile(part.graph, part.examples, options=wanted)))
+    library.rename(folder / f"{name}.so")
+    # Operations without a C entry point are described in a file that the loader looks for beside the library.
+    with contextlib.suppress(FileNotFoundError):
+        library.with_suffix(".json").rename(folder / f"{name}.json")
+    shutil.rmtree(work)
 
 
 @cache

@@ -3,10 +3,11 @@
     entries/<fingerprint>/manifest.json, program-0.so, ...      complete, or not there
     locks/<fingerprint>                                         held while that entry is being made
     staging/<fingerprint>.<random>/                             an entry on its way in
+    parts/                                                      the same again, of parts that programs have in common
 
 An entry comes in by one rename and goes out by one rename. Whatever is found inside is believed only if the manifest's
 own checksum, every file's checksum and every field of the fingerprint agree; anything else is a miss and is made again.
-Nothing is ever unpickled.
+Nothing is ever unpickled. An entry is whole by itself: it holds copies of its parts, which only save compiling.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ class Store:
         with self._locked(manifest["fingerprint"]):
             return self._put(work, manifest)
 
+    @property
+    def parts(self) -> Store:
+        """Parts of programs, kept by the same rules for the next program that has one in common with them."""
+        return Store(self.folder / "parts")
+
     # ---- looking after ---------------------------------------------------------------------------------------------
 
     def entries(self, *, verify: bool = False) -> list[EntryInfo]:
@@ -196,7 +202,10 @@ class Store:
         return found[0]
 
     def prune(self, max_bytes: int) -> list[EntryInfo]:
-        """Remove damaged entries, remains of killed writers, and the longest unused until the rest fits `max_bytes`."""
+        """Remove damaged entries, remains of killed writers, and the longest unused until the rest fits `max_bytes`.
+
+        Parts get what the entries leave. Returns the entries removed.
+        """
         self._sweep()
         removed = []
         kept_bytes, full = 0, False
@@ -207,6 +216,8 @@ class Store:
                 removed.append(info)
             else:
                 kept_bytes += info.num_bytes
+        if self.parts.folder.is_dir():
+            self.parts.prune(max_bytes - kept_bytes)
         return removed
 
     def clear(self) -> list[EntryInfo]:
