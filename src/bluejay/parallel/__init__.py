@@ -1,23 +1,45 @@
 """Many devices: the planner, and a planned model over ranks of torch.distributed."""
 
+from bluejay.parallel.apply import apply, take_piece
+from bluejay.parallel.collectives import IGNORED, cross_entropy_sum
+from bluejay.parallel.cut import cut_model, cut_part
+from bluejay.parallel.mesh import build_mesh, group_of, join, leave, place_of
 from bluejay.parallel.partition import balance, even_shares, nearest_shares, share_layers
 from bluejay.parallel.plan import Memory, Plan, Stage, Traffic, packed_bytes, plan, propose
+from bluejay.parallel.rows import PADDING, collect, deal
 from bluejay.parallel.schedule import Action, bubble, in_flight, timeline
+from bluejay.parallel.step import PlannedStep, Replicas
 
 __all__ = [
+    "IGNORED",
+    "PADDING",
     "Action",
     "Memory",
     "Plan",
+    "PlannedStep",
+    "Replicas",
     "Stage",
     "Traffic",
+    "apply",
     "balance",
     "bubble",
+    "build_mesh",
+    "collect",
+    "cross_entropy_sum",
+    "cut_model",
+    "cut_part",
+    "deal",
     "even_shares",
+    "group_of",
     "in_flight",
+    "join",
+    "leave",
     "nearest_shares",
     "packed_bytes",
+    "place_of",
     "plan",
     "propose",
     "share_layers",
+    "take_piece",
     "timeline",
 ]

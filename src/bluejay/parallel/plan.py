@@ -309,6 +309,8 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
                 rule="a chunk holds at least one layer",
                 fix=f"use at most {config.n_layer // stages} chunks",
             )
+    if layout.schedule == "1f1b" and micro < stages:  # nothing to alternate: all go forward, then all backward
+        layout = replace(layout, schedule="gpipe")
     return replace(layout, micro_batches=micro)
 
 

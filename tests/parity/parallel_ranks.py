@@ -1,0 +1,270 @@
+"""What each rank of tests/parity/test_parallel.py does: one world of four runs every check and writes what failed.
+
+python parallel_ranks.py RANK PORT FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bluejay.config import Layout, ModelConfig, QuantSpec, Workload
+from bluejay.errors import ConfigError
+from bluejay.models import GPTJ
+from bluejay.parallel import (
+    IGNORED,
+    PlannedStep,
+    Replicas,
+    apply,
+    build_mesh,
+    collect,
+    cut_part,
+    deal,
+    join,
+    leave,
+    place_of,
+    plan,
+)
+from bluejay.quant import quantize_model
+
+WORLD = 4
+CONFIG = ModelConfig(vocab_size=65, n_positions=32, n_embd=32, n_layer=5, n_head=4, rotary_dim=4)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One layout, `accumulation` batches of `layout.micro_batches` micro-batches of `rows` rows on each replica."""
+
+    name: str
+    layout: Layout
+    rows: int = 3
+    accumulation: int = 1
+    recompute: bool = False
+    settings: dict[str, object] = field(default_factory=dict)
+
+
+def checks() -> list[Check]:
+    found = [
+        Check("pipeline 2", Layout(stages=2, micro_batches=2)),
+        Check("pipeline 2 gpipe", Layout(stages=2, micro_batches=4, schedule="gpipe"), rows=1, accumulation=3),
+        Check("pipeline 2 interleaved", Layout(stages=2, micro_batches=4, schedule="interleaved", chunks=2), rows=1),
+        Check("pipeline 3 uneven", Layout(layers_per_device=(1, 3, 1), micro_batches=4), rows=1, accumulation=3),
+        Check("pipeline 3 ends without layers", Layout(layers_per_device=(0, 5, 0), micro_batches=2)),
+        Check("pipeline 4, one micro-batch", Layout(stages=4, micro_batches=1)),
+        Check("pipeline 4", Layout(stages=4, micro_batches=4), rows=1, accumulation=3),
+        Check("tensor 2", Layout(tensor=2)),
+        Check("tensor 2, accumulated", Layout(tensor=2), rows=1, accumulation=3),
+        Check("tensor 4", Layout(tensor=4)),
+        Check("tensor 2, recomputed", Layout(tensor=2), recompute=True),
+        Check("tensor 2, tied", Layout(tensor=2), settings={"tie_word_embeddings": True}),
+        Check("data 2", Layout(replicas=2)),
+        Check("data 2, accumulated", Layout(replicas=2), rows=1, accumulation=3),
+        Check("data 2 sharded", Layout(replicas=2, shard=True)),
+        Check("data 3 sharded, accumulated", Layout(replicas=3, shard=True), rows=1, accumulation=3),
+        Check("pipeline 2 x tensor 2", Layout(stages=2, tensor=2, micro_batches=2), accumulation=3),
+        Check("pipeline 2 x data 2", Layout(stages=2, replicas=2, micro_batches=4), rows=1, accumulation=3),
+        Check("tensor 2 x data 2", Layout(tensor=2, replicas=2), accumulation=3),
+        Check("tensor 2 x data 2 sharded", Layout(tensor=2, replicas=2, shard=True)),
+    ]
+    return found
+
+
+def noisy_model(config: ModelConfig, large_bias: bool = True) -> GPTJ:
+    """Matrices from N(0, 0.3), noise on everything of one dim; one bias that nobody can add twice unnoticed."""
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
+    model = GPTJ(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+        if large_bias:
+            model.transformer.h[1].mlp.fc_out.bias[0] = 3.0
+    return model.eval()
+
+
+def batch_of(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Rows of 2 to 11 targets each, the next token's id, IGNORED elsewhere."""
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.randint(0, vocab_size, (num_rows, 12), generator=generator)
+    ids[:, 0] = vocab_size - 1  # the last row of the padded vocabulary is used
+    targets = ids.roll(-1, dims=1)
+    for row in range(num_rows):
+        targets[row, 2 + (row * 7) % 10 :] = IGNORED
+    return ids, targets
+
+
+def reference(model: GPTJ, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, mean loss over all targets and gradients of one process that sees the whole global batch at once."""
+    logits = model(ids)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return logits.detach(), loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def close(name: str, found: Tensor, wanted: Tensor, relative: float) -> None:
+    error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+    if not error <= relative:
+        raise AssertionError(f"{name}: relative difference {error:.3g}")
+
+
+def train_check(check: Check) -> None:
+    layout, config = check.layout, replace(CONFIG, **check.settings)  # type: ignore[arg-type]
+    micro = layout.micro_batches or 1
+    per_call = check.rows * micro
+    ids, targets = batch_of(per_call * check.accumulation * layout.replicas, config.vocab_size)
+    mesh = build_mesh(layout)
+    if dist.get_rank() >= layout.num_devices:
+        return
+    logits, loss, gradients = reference(noisy_model(config), ids, targets)
+    work = Workload(
+        job="train",
+        rows=check.rows,
+        context=12,
+        gradient_accumulation=micro,
+        recompute=check.recompute,
+        dtype="float32",
+    )
+    made = plan(config, layout, work)
+    place = place_of(mesh)
+    step = PlannedStep(apply(noisy_model(config), made, mesh), made, mesh)
+    mine = per_call * check.accumulation
+    own = slice(place["replica"] * mine, (place["replica"] + 1) * mine)
+    count = step.replicas.total((targets[own] != IGNORED).sum())
+    scale = 1.0 / count
+    total = torch.zeros(())
+    for inputs, wanted in zip(ids[own].split(per_call), targets[own].split(per_call), strict=True):
+        total += step.gradients(inputs, wanted, scale)
+    parameters = {n: p for piece in step.pieces for n, p in piece.named_parameters() if p.grad is not None}
+    one_row = (ids[:1], targets[:1])
+    step.replicas.sum_gradients([p.grad for p in parameters.values() if p.grad is not None])
+    found = {"loss": step.replicas.total(total) / count, "logits": step.logits(ids), "one row": step.loss(*one_row)}
+    local: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        local[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    names: list[list[str]] = [[] for _ in range(layout.num_devices)]
+    dist.all_gather_object(names, sorted(parameters), group=GROUPS[layout.num_devices])
+    # No collective below: a rank that finds a difference must not leave the others waiting.
+    close("loss", found["loss"], loss, 1e-5)
+    close("loss without gradients", found["one row"], _loss(logits[:1], targets[:1]), 1e-4)
+    assert torch.allclose(found["logits"], logits, atol=1e-4, rtol=0), "logits"
+    for name, gradient in local.items():
+        close(name, gradient, cut_part(name, gradients[name], place["tensor"], layout.tensor), 1e-5)
+    missing = set(gradients) - {name for held in names for name in held}
+    assert not missing, f"no rank has a gradient of {sorted(missing)}"
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+GROUPS: dict[int, dist.ProcessGroup] = {}
+
+
+def int4_check(layout: Layout) -> None:
+    """Quantize, then cut: logits of the quantized model in one process (law 5), with a vocabulary that is padded."""
+    config = replace(CONFIG, n_embd=64, rotary_dim=8)
+    mesh = build_mesh(layout)
+    if dist.get_rank() >= layout.num_devices:
+        return
+    spec = QuantSpec(group_size=16)
+    whole, cut = noisy_model(config), noisy_model(config)
+    quantize_model(whole, spec)
+    quantize_model(cut, spec)
+    made = plan(config, layout, Workload(dtype="float32", quantize="int4-g16"))
+    step = PlannedStep(apply(cut, made, mesh), made, mesh)
+    ids, _ = batch_of(3, config.vocab_size)
+    logits = step.logits(ids)
+    with torch.no_grad():
+        wanted = whole(ids)
+    held = sum(t.nbytes for piece in step.pieces for t in (*piece.parameters(), *piece.buffers()))
+    assert torch.allclose(logits, wanted, atol=1e-4, rtol=0), f"differs by {float((logits - wanted).abs().max())}"
+    planned = made.stages[place_of(mesh)["stage"]].memory.weights
+    assert abs(held - planned) <= 0.05 * planned, f"{held} bytes of weights, {planned} planned"
+
+
+def large_bias_check() -> None:
+    """The bias of the row-parallel matrix at 100: added twice it moves every later layer."""
+    layout = Layout(tensor=4)
+    mesh = build_mesh(layout)
+    whole, cut = noisy_model(CONFIG), noisy_model(CONFIG)
+    for model in (whole, cut):
+        model.transformer.h[1].mlp.fc_out.bias.data.fill_(100.0)
+        model.transformer.h[1].mlp.fc_out.bias.data[::2] = -100.0
+    made = plan(CONFIG, layout, Workload(dtype="float32"))
+    step = PlannedStep(apply(cut, made, mesh), made, mesh)
+    ids, _ = batch_of(3, CONFIG.vocab_size)
+    logits = step.logits(ids)
+    with torch.no_grad():
+        wanted = whole(ids)
+    assert torch.allclose(logits, wanted, atol=1e-3, rtol=0), f"differs by {float((logits - wanted).abs().max())}"
+
+
+def three_chunks_check() -> None:
+    """B-56: 8 rows in 3 micro-batches are refused with the numbers, before a rank waits for another."""
+    layout = Layout(stages=2, micro_batches=3)
+    mesh = build_mesh(layout)
+    if dist.get_rank() >= layout.num_devices:
+        return
+    made = plan(CONFIG, layout, Workload(job="train", context=12, gradient_accumulation=3, dtype="float32"))
+    step = PlannedStep(apply(noisy_model(CONFIG), made, mesh), made, mesh)
+    ids, targets = batch_of(8, CONFIG.vocab_size)
+    with pytest.raises(ConfigError, match="8 over 3 leaves 2"):
+        step.gradients(ids, targets, torch.ones(()))
+
+
+def evaluation_check(replicas: int) -> None:
+    """B-58: 11 samples in static batches of 4 on several replicas give 11 answers, in the samples' order."""
+    mesh = build_mesh(Layout(replicas=replicas))
+    if dist.get_rank() >= replicas:
+        return
+    group = Replicas(mesh)
+    dealt = deal(11, group.count, 4)
+    mine = [[sample * sample for sample in batch] for batch in dealt[group.index]]
+    assert collect(dealt, group.gather(mine)) == [i * i for i in range(11)]
+
+
+def everything() -> list[tuple[str, Callable[[], None]]]:
+    """Every check by name, in the order in which all ranks do them."""
+    every: list[tuple[str, Callable[[], None]]] = [(c.name, partial(train_check, c)) for c in checks()]
+    for layout in (Layout(tensor=2), Layout(tensor=4), Layout(stages=2, tensor=2)):
+        every.append((f"int4, pipeline {layout.num_stages} x tensor {layout.tensor}", partial(int4_check, layout)))
+    every.append(("bias of 100", large_bias_check))
+    every.append(("8 rows in 3 micro-batches", three_chunks_check))
+    every += [(f"11 samples, data {n}", partial(evaluation_check, n)) for n in (2, 3, 4)]
+    return every
+
+
+def run_all(folder: Path) -> None:
+    """Do every check; `rankN.json` holds each one's name and error, "" where it held."""
+    for size in range(1, WORLD + 1):
+        GROUPS[size] = dist.new_group(list(range(size)))  # type: ignore[assignment]
+    failures: dict[str, str] = {}
+    for name, work in everything():
+        try:
+            work()
+            failures[name] = ""
+        except AssertionError:
+            failures[name] = traceback.format_exc()
+        except Exception:
+            failures[name] = traceback.format_exc()
+            break  # the ranks no longer agree on what comes next
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    join(int(sys.argv[1]), WORLD, f"127.0.0.1:{sys.argv[2]}", timeout_seconds=60)
+    run_all(Path(sys.argv[3]))
+    leave()
