@@ -1,0 +1,263 @@
+"""Quantized models: equal to the dequantized one, and the same however they came to be."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import bluejay
+from bluejay.build import build, save
+from bluejay.checkpoint import open_checkpoint, save_checkpoint
+from bluejay.compile import Store, compile
+from bluejay.config import CompileSpec, ModelConfig, QuantSpec, RunConfig
+from bluejay.errors import BluejayError, CheckpointError, ConfigError
+from bluejay.models import GPTJ, resize_vocab
+from bluejay.quant import QuantizedLinear, quantize_checkpoint, quantize_model
+
+SPEC = QuantSpec(group_size=16)
+# fp32: the kernel adds the products of a group before it scales them, the dequantized model scales first. Logits of the
+# tiny model reach 30.
+BOUND = 2e-4
+
+
+def dequantized(model: GPTJ) -> GPTJ:
+    """A plain model with the weights that a quantized one stands for."""
+    plain = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight = nn.Parameter(module.packed.dequantize(), requires_grad=False)
+            if module.bias is not None:
+                linear.bias = module.bias
+            owner, _, leaf = name.rpartition(".")
+            setattr(plain.get_submodule(owner), leaf, linear)
+    return plain
+
+
+def logits_of(model: GPTJ, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(ids)
+
+
+def packed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in model.named_buffers() if name.endswith((".codes", ".scales", ".biases"))}
+
+
+@pytest.mark.parametrize("path", ["auto", "torch"])
+@pytest.mark.parametrize("spec", [SPEC, QuantSpec(group_size=24), QuantSpec(group_size=-1, layers=("fc_*", "lm_head"))])
+def test_logits_are_those_of_the_dequantized_model(tiny_model: GPTJ, spec: QuantSpec, path: str) -> None:
+    """A layer with another's codes, a lost bias, a group that takes its neighbor's scale; for one row and for many."""
+    quantize_model(tiny_model, spec)
+    for module in tiny_model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.path = path
+    plain = dequantized(tiny_model)
+    for shape in ((1, 1), (3, 9)):
+        ids = torch.randint(0, 57, shape, generator=torch.Generator().manual_seed(3))
+        want = logits_of(plain, ids)
+        assert float((logits_of(tiny_model, ids) - want).abs().max()) < BOUND
+        assert float(want.abs().max()) > 1
+
+
+class Forward(nn.Module):
+    """A model's logits as a program: a flat tuple."""
+
+    def __init__(self, model: GPTJ) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        return (self.model(ids),)
+
+
+def test_compiled_is_eager(tiny_model: GPTJ, program_folder: str) -> None:
+    """Packed buffers bound to the wrong input of a program, or cast on their way into it."""
+    quantize_model(tiny_model, SPEC)
+    ids = torch.randint(0, 57, (2, 5), generator=torch.Generator().manual_seed(3))
+    step = Forward(tiny_model.eval())
+    (got,) = compile(step, (ids,), CompileSpec(), Store(Path(program_folder))).bind(step)(ids)
+    assert float((got - logits_of(tiny_model, ids)).abs().max()) < BOUND
+    assert float((got - logits_of(dequantized(tiny_model), ids)).abs().max()) < BOUND
+
+
+# ---- three ways to the same model ----------------------------------------------------------------------------------
+
+
+def variant(directory: Path, config: ModelConfig, **changes: Any) -> Path:
+    """A checkpoint with another config or tensors, from a fresh model."""
+    model = GPTJ(dataclasses.replace(config, **changes))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    save_checkpoint(directory, model.state_dict(), model.config)
+    return directory
+
+
+def load_dir(directory: Path, quantize: QuantSpec | None = None, **settings: Any) -> Any:
+    return build(RunConfig(model=str(directory), quantize=quantize, compile=CompileSpec(backend="eager"), **settings))
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "extra_rows", "half", "subset"])
+def test_saved_is_loaded_is_in_place(
+    tiny_checkpoint: Path, tiny_config: ModelConfig, tmp_path: Path, kind: str
+) -> None:
+    """Three computations of one thing: in place, while loading, and through a directory; a head tied to the embedding
+    that changes with it, or is lost; rows beyond the tokenizer's."""
+    spec = QuantSpec(group_size=16, layers=("fc_*", "q_proj")) if kind == "subset" else SPEC
+    source = tiny_checkpoint
+    if kind in ("tied", "half"):
+        source = variant(tmp_path / kind, tiny_config, tie_word_embeddings=kind == "tied")
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny_checkpoint / file, source / file)
+    settings: dict[str, Any] = {}
+    plain = load_dir(source, **settings).model
+    if kind == "half":
+        config = plain.config
+        save_checkpoint(source, plain.to(torch.bfloat16).state_dict(), config, overwrite=True)
+        plain = load_dir(source).model
+    if kind == "extra_rows":
+        resize_vocab(plain, 75)
+        save_checkpoint(source, plain.state_dict(), plain.config, overwrite=True)
+    quantize_model(plain, spec)
+    records = quantize_checkpoint(open_checkpoint(source), tmp_path / "out", spec)
+    reloaded, on_load = load_dir(tmp_path / "out"), load_dir(source, spec)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    want = logits_of(plain, ids)
+    assert bool(want.isfinite().all())
+    for built in (reloaded, on_load):
+        assert built.model.config.tie_word_embeddings is False
+        assert built.dtype == plain.transformer.wte.weight.dtype
+        assert torch.equal(logits_of(built.model, ids), want)
+        for name, tensor in packed_tensors(plain).items():
+            assert torch.equal(packed_tensors(built.model)[name], tensor)
+    named = {record.name: record for record in records}
+    assert named["transformer.h.1.mlp.fc_in.weight"].converted
+    assert not named["transformer.wte.weight"].converted
+    assert named["lm_head.weight"].converted == (kind != "subset")
+    assert all(record.reason for record in records if not record.converted)
+    if kind == "tied":
+        assert "tied" in named["lm_head.weight"].reason
+        assert torch.equal(reloaded.model.transformer.wte.weight, load_dir(source).model.transformer.wte.weight)
+
+
+def test_a_missing_head_bias(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A tensor that is missing and becomes zeros without a word (law 10)."""
+    weights = load_file(tiny_checkpoint / "model.safetensors")
+    del weights["lm_head.bias"]
+    save_file(weights, tiny_checkpoint / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(tiny_checkpoint)
+    with pytest.raises(CheckpointError, match=r"lm_head\.bias"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", SPEC)
+    records = quantize_checkpoint(checkpoint, tmp_path / "out", SPEC, strict=False)
+    (record,) = (record for record in records if record.name == "lm_head.bias")
+    assert "zeros" in record.reason
+    assert not load_dir(tmp_path / "out").model.lm_head.bias.any()
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "packed", SPEC)
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("key", ["format_version", "zero_convention"])
+def test_another_version_is_refused(packed: Path, key: str) -> None:
+    """A file whose zero means something else, read as if it did not: text of exclamation marks (B-45)."""
+    content = json.loads((packed / "config.json").read_text())
+    content["quantization_config"][key] = 2 if key == "format_version" else "w = scale * (code - zero - 1)"
+    (packed / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=key):
+        load_dir(packed)
+
+
+def test_what_is_packed_is_not_packed_again(packed: Path, tmp_path: Path) -> None:
+    """Error on top of error, without a word."""
+    with pytest.raises(CheckpointError, match="already packed"):
+        quantize_checkpoint(open_checkpoint(packed), tmp_path / "again", SPEC)
+    with pytest.raises(CheckpointError, match="already packed"):
+        load_dir(packed, SPEC)
+
+
+def test_a_plain_loader_gets_no_weights(packed: Path) -> None:
+    """transformers skips a `quant_method` that it does not know with a warning, and fills in random weights (B-46)."""
+    from transformers import AutoModelForCausalLM, GPTJForCausalLM
+
+    for loader in (AutoModelForCausalLM, GPTJForCausalLM):
+        with pytest.raises(OSError, match="no file named"):
+            loader.from_pretrained(packed)
+
+
+def test_packed_tensors_of_another_shape_or_type_are_refused(packed: Path) -> None:
+    """Scales cast to bf16 by someone who rewrote the file; codes of another group."""
+    file = packed / "model.int4.safetensors"
+    weights = load_file(file)
+    for name, change in (("scales", torch.Tensor.bfloat16), ("codes", lambda t: t[:, :-1].contiguous())):
+        full = f"transformer.h.0.mlp.fc_in.{name}"
+        save_file({**weights, full: change(weights[full])}, file)
+        with pytest.raises(CheckpointError, match=full.replace(".", r"\.")):
+            load_dir(packed)
+
+
+def test_gptq_needs_text(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A method that quietly becomes another one."""
+    spec = dataclasses.replace(SPEC, method="gptq")
+    with pytest.raises(ConfigError, match="calibration"):
+        load_dir(tiny_checkpoint, spec)
+    with pytest.raises(ConfigError, match="calibration"):
+        quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "out", spec)
+    with pytest.raises(ConfigError, match="gptq"):
+        quantize_checkpoint(
+            open_checkpoint(tiny_checkpoint), tmp_path / "out", SPEC, calibration=torch.zeros(1, 4).long()
+        )
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_a_quantized_model_is_not_saved_as_a_plain_one(packed: Path, tmp_path: Path) -> None:
+    """Packed tensors in a directory that says nothing of them."""
+    with pytest.raises(BluejayError, match="four bits"):
+        save(load_dir(packed), tmp_path / "saved")
+
+
+# ---- gptq ----------------------------------------------------------------------------------------------------------
+
+
+def test_gptq_beats_minmax_on_nano(nano_dir: Path, tmp_path: Path) -> None:
+    """Error feedback with the wrong sign, along the wrong dimension, or from another layer's inputs.
+
+    The text is nano's own, so a model's expected loss on it is the original's plus their divergence, and that can be
+    told on few tokens. Perplexity on books is in docs/quantization.md.
+    """
+    engine = bluejay.load("nano", backend="eager", max_rows=24)
+    written = engine.generate([[0]] * 24, max_new_tokens=159, temperature=1.0, ignore_eos=True, seed=1)
+    texts = torch.tensor([[0, *result.ids] for result in written])
+    calibration, held_out = texts[:16], texts[16:]
+    spec = QuantSpec(group_size=128, method="gptq")
+    quantize_checkpoint(open_checkpoint(nano_dir), tmp_path / "gptq", spec, calibration=calibration)
+    original = logits_of(engine.model, held_out).log_softmax(-1)
+
+    def divergence(model: GPTJ) -> float:
+        return float((original.exp() * (original - logits_of(model, held_out).log_softmax(-1))).sum(-1).mean())
+
+    minmax = divergence(load_dir(nano_dir, dataclasses.replace(spec, method="minmax")).model)
+    assert 0 < divergence(load_dir(tmp_path / "gptq").model) < 0.75 * minmax
+
+
+def test_load_weights_keeps_the_packed_dtypes(packed: Path) -> None:
+    """`dtype=` that casts scales: three of eleven bits lost."""
+    built = load_dir(packed, dtype="bfloat16")
+    for name, tensor in packed_tensors(built.model).items():
+        assert tensor.dtype == (torch.int32 if name.endswith("codes") else torch.float16)
+    assert built.model.lm_head.bias.dtype == torch.bfloat16
