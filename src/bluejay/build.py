@@ -17,6 +17,7 @@ from bluejay.compile import Executable, Job, Store, compile, compile_all
 from bluejay.config import CompileSpec, RunConfig
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
+from bluejay.kernels import ensure as ensure_kernels
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 from bluejay.quant import QuantizedLinear, QuantizedSource, quantize_model
@@ -143,6 +144,8 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
         observe(Event("warning", {"text": warning}))
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
     programs = Programs(run, observe)
+    if packing and device.type == "cpu" and run.compile.backend != "eager":  # eager promises to need no compiler
+        ensure_kernels(programs.store.folder, observe, cxx=run.compile.cxx)
     return Built(
         run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory
     )
