@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "bluejay"
-LEAVES = ("errors", "units", "events")
+LEAVES = ("errors", "units", "events", "files")
 FILES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE_FILES = sorted(file for folder in ("benchmarks", "recipes") for file in (ROOT / folder).rglob("*.py"))
 

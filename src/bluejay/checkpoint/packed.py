@@ -26,9 +26,10 @@ from bluejay.checkpoint.files import (
     contents,
 )
 from bluejay.checkpoint.reader import TensorInfo
-from bluejay.checkpoint.save import flush, write_json
+from bluejay.checkpoint.save import write_json
 from bluejay.config import QUANT_FORMAT_VERSION, QUANT_METHOD, ZERO_CONVENTION, ModelConfig, QuantSpec, canonical
 from bluejay.errors import CheckpointError, MachineError
+from bluejay.files import flush
 from bluejay.units import format_bytes
 
 _KINDS = {

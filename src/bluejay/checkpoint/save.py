@@ -32,6 +32,7 @@ from bluejay.checkpoint.files import (
 from bluejay.config import DTYPES, ModelConfig
 from bluejay.errors import CheckpointError, MachineError, TokenizerError
 from bluejay.events import Event, Observer, ignore
+from bluejay.files import flush
 from bluejay.units import format_bytes
 
 
@@ -198,15 +199,6 @@ def _write(
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _publish(staging: Path, target: Path, retired: Path, with_tokenizer: bool) -> None:

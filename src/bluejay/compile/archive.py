@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import tempfile
 import zipfile
 import zlib
@@ -17,6 +16,7 @@ from typing import Any
 from bluejay.compile.fingerprinting import Environment, Fingerprint
 from bluejay.compile.store import MANIFEST, Store, StoreError, parse_manifest, read_entry, seal
 from bluejay.config import canonical
+from bluejay.files import replacing
 
 INDEX = "bluejay-programs.json"
 FORMAT = 1
@@ -65,22 +65,12 @@ def export_programs(store: Store, file: Path, fingerprints: Iterable[str] | None
             fix="run `bluejay compile MODEL` first",
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-                index = {"format": FORMAT, "programs": [folder.name for folder in folders]}
-                archive.writestr(INDEX, json.dumps(index, indent=1))
-                for folder in folders:
-                    for name in (MANIFEST, *read_entry(folder)["files"]):
-                        archive.write(folder / name, f"{folder.name}/{name}")
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(file) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        index = {"format": FORMAT, "programs": [folder.name for folder in folders]}
+        archive.writestr(INDEX, json.dumps(index, indent=1))
+        for folder in folders:
+            for name in (MANIFEST, *read_entry(folder)["files"]):
+                archive.write(folder / name, f"{folder.name}/{name}")
     return tuple(folder.name for folder in folders)
 
 

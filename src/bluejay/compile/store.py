@@ -31,6 +31,7 @@ from bluejay.compile.fingerprinting import Fingerprint
 from bluejay.config import canonical, digest
 from bluejay.errors import BluejayError
 from bluejay.events import Event, Observer, ignore
+from bluejay.files import flush
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -240,10 +241,10 @@ class Store:
             for name in manifest["files"]:
                 _write(incoming / name, (work / name).read_bytes())
             _write(incoming / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-            _sync(incoming)
+            flush(incoming)
             self._remove(entry)
             incoming.rename(entry)
-            _sync(entry.parent)
+            flush(entry.parent)
         except OSError:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
@@ -406,18 +407,8 @@ def _delete(path: Path) -> None:
 
 
 def _write(target: Path, content: bytes) -> None:
-    with target.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    target.write_bytes(content)
+    flush(target)
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
