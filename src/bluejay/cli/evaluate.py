@@ -27,6 +27,8 @@ class Options:
 
     text: Path | None
     stride: int | None
+    data: str = ""
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,50 @@ def _perplexity(options: Options) -> Callable[[Engine, Observer], Outcome]:
     return run
 
 
+def _mnli(options: Options) -> Callable[[Engine, Observer], Outcome]:
+    if not options.data:
+        raise RequestError(
+            asked="--task mnli",
+            found="no --data",
+            rule="a set is a .jsonl file with premise, hypothesis and label, or a hub id with its --split",
+            fix="--data FILE, or --data nyu-mll/glue:mnli --split validation_matched",
+        )
+    if not options.split and not options.data.endswith((".jsonl", ".json")):
+        raise RequestError(
+            asked=f"--data {options.data}",
+            found="no --split",
+            rule="matched and mismatched are two sets, and never mixed",
+            fix="--split validation_matched or --split validation_mismatched",
+        )
+
+    def run(engine: Engine, observe: Observer) -> Outcome:
+        from bluejay.events import Event
+        from bluejay.tasks import MNLI_LABELS, mnli, read_rows
+
+        name = f"{options.data} {options.split}".strip()
+        score = mnli(engine, read_rows(options.data, options.split), name, observe)
+        for text in score.warnings:
+            observe(Event("warning", {"text": text}))
+        heads = [*MNLI_LABELS, "other"]
+        lines = [
+            f"{name}: {score.num_rows} rows, {score.num_unlabelled} without a label left out, "
+            f"{score.num_too_long} too long",
+            f"accuracy by greedy text {score.greedy:.1%}, by likelihood {score.likelihood:.1%}, "
+            f"by first token {score.first_token:.1%}; always the commonest label {score.majority:.1%}; "
+            f"{score.num_other} answers were no label",
+            " ".join(["greedy answer:".ljust(16), *(head.rjust(13) for head in heads)]),
+            *(
+                " ".join([label.ljust(16), *(str(count).rjust(13) for count in counts)])
+                for label, counts in zip(MNLI_LABELS, score.confusion, strict=True)
+            ),
+        ]
+        return Outcome(dataclasses.asdict(score), "\n".join(lines))
+
+    return run
+
+
 TASKS: dict[str, Task] = {
+    "mnli": _mnli,
     "perplexity": _perplexity,
 }
 
@@ -68,6 +113,8 @@ def evaluate(
     task: Annotated[str, typer.Option(help=f"One of: {', '.join(TASKS)}.")] = "perplexity",
     text: Annotated[Path | None, typer.Option(help="perplexity: the text to score, UTF-8.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a row may hold, and a window; 0: the model's window.")] = 0,
+    data: Annotated[str, typer.Option(help="mnli: a .jsonl file, or a hub id.")] = "",
+    split: Annotated[str, typer.Option(help="mnli: which split of a hub id, such as validation_matched.")] = "",
     stride: Annotated[int | None, typer.Option(help="perplexity: tokens from a window to the next.")] = None,
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
@@ -84,7 +131,7 @@ def evaluate(
         raise RequestError(
             asked=f"--task {task}", found="no such task", rule=f"tasks are {', '.join(TASKS)}", fix="name one of them"
         )
-    run = TASKS[task](Options(text, stride))
+    run = TASKS[task](Options(text, stride, data, split))
 
     import bluejay
 

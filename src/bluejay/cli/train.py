@@ -73,6 +73,7 @@ def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: 
             rule="a run never mixes with another, and only a run with a checkpoint goes on",
             fix="choose another out, or add --resume" if last else "leave --resume out",
         )
+    run.accumulation()  # what contradicts itself is refused before anything is read
     if not run.data.train:
         raise ConfigError(asked="a training run", found="no data.train", fix="--set data.train=FILE")
     out.mkdir(parents=True, exist_ok=True)

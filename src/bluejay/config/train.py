@@ -396,7 +396,7 @@ def _check_ranges(config: TrainConfig) -> None:
 
 
 def _check_together(config: TrainConfig) -> None:
-    config.accumulation()
+    config.accumulation(max(1, config.global_batch // (config.micro_batch * max(1, config.gradient_accumulation))))
     rows, answer = config.data.layout == "rows", bool(config.data.answer)
     contradictions = [
         (

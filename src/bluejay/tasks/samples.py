@@ -51,7 +51,10 @@ def read_samples(
             )
         pairs = _documents(source, tokenizer)
     else:
-        pairs = _rows(read_rows(source, split, offline=offline), source, data, tokenizer)
+        rows: Iterable[Mapping[str, Any]] = read_rows(source, split, offline=offline)
+        if data.labels:
+            rows = _labelled(rows, source, observe)
+        pairs = _rows(rows, source, data, tokenizer)
     samples = Samples.of(pairs, vocab_size)
     if not len(samples):
         raise ConfigError(asked=f"samples of {source}", found="none", fix="give a file that holds text")
@@ -125,6 +128,18 @@ def _rows(
         answer = tokenizer.encode(fill(data.answer, fields, f"row {number} of {source}")) if data.answer else []
         learn_from = len(prompt) if data.learn == "answer" else 0
         yield [*prompt, *answer, _eos(tokenizer)], learn_from
+
+
+def _labelled(rows: Iterable[Mapping[str, Any]], source: str, observe: Observer) -> Iterator[Mapping[str, Any]]:
+    """The rows that have a label: data sets mark those without by -1 or nothing."""
+    num_unlabelled = 0
+    for row in rows:
+        if row.get("label") in (None, -1):
+            num_unlabelled += 1
+        else:
+            yield row
+    if num_unlabelled:
+        observe(Event("warning", {"text": f"{num_unlabelled} rows of {source} have no label and are left out"}))
 
 
 def fill(template: str, fields: Mapping[str, Any], where: str) -> str:

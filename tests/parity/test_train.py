@@ -1,0 +1,486 @@
+"""Laws 6 and 7, the curve of a plainly written loop, and precisions: whether the numbers of training can be believed."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bluejay.build import Built, Programs
+from bluejay.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from bluejay.events import Event
+from bluejay.models import GPTJ
+from bluejay.train import Alone, Blocks, Rows, Samples, Trainer, TrainingError
+
+BASE = TrainConfig(
+    steps=10,
+    micro_batch=4,
+    seed=5,
+    precision="fp32",
+    compile="eager",
+    optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.1),
+    schedule=ScheduleConfig("linear", warmup=3),
+)
+MakeTrainer = Callable[..., Trainer]
+
+
+def samples_of(num: int = 44, seed: int = 0, learn_from: int = 0) -> Samples:
+    """Samples of unequal lengths over the tiny vocabulary."""
+    rng = np.random.default_rng(seed)
+    return Samples.of([(rng.integers(1, 64, rng.integers(3, 24)).tolist(), learn_from) for _ in range(num)], 64)
+
+
+@pytest.fixture
+def trainer_of(tiny_hf: nn.Module, tiny_config: ModelConfig, tiny_checkpoint: Path, tmp_path: Path) -> MakeTrainer:
+    """A trainer over a fresh copy of the tiny model; `events` collects what it tells."""
+
+    def make(config: TrainConfig = BASE, source: Any = None, *, name: str = "run", **more: Any) -> Trainer:
+        model = GPTJ(tiny_config).eval()
+        model.load_state_dict(tiny_hf.state_dict())
+        if config.lora.rank or not config.masters:
+            model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[config.precision])
+        config = replace(config, out=str(tmp_path / name))
+        run = RunConfig(model="tiny")
+        tokenizer: Any = None
+        built = Built(
+            run,
+            model.requires_grad_(False),
+            tokenizer,
+            Programs(run),
+            torch.device("cpu"),
+            torch.float32,
+            32,
+            (),
+            True,
+            tiny_checkpoint,
+        )
+        events: list[Event] = []
+        trainer = Trainer(built, config, source or Rows(samples_of(), 32), observe=events.append, **more)
+        trainer.events = events  # type: ignore[attr-defined]
+        return trainer
+
+    return make
+
+
+def curve(trainer: Trainer, name: str = "loss") -> list[float]:
+    return [e.fields[name] for e in trainer.events if e.name == "train.update"]  # type: ignore[attr-defined]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.weights.values().items()}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
+
+
+def gradients_of(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """The gradients of a trainer's first update, as they are after the sum over replicas."""
+    caught: dict[str, Tensor] = {}
+
+    def note(loss_scale: float) -> float:
+        caught.update({one.name: one.gradient.clone() for one in trainer.weights if one.gradient is not None})
+        return math.inf
+
+    monkeypatch.setattr(trainer, "_clip", note)
+    with pytest.raises(TrainingError):
+        trainer.run()
+    return caught
+
+
+# ---- law 6 ---------------------------------------------------------------------------------------------------------
+
+
+class Threads:
+    """Replicas that are threads of one process: enough for the loop, which only asks for sums."""
+
+    def __init__(self, index: int, barrier: threading.Barrier, board: dict[int, list[Tensor]]) -> None:
+        self.count, self.index = barrier.parties, index
+        self._barrier, self._board = barrier, board
+
+    def _sums(self, mine: list[Tensor]) -> list[Tensor]:
+        self._board[self.index] = [tensor.clone() for tensor in mine]
+        self._barrier.wait()
+        sums = [torch.stack(parts).sum(0) for parts in zip(*(self._board[i] for i in range(self.count)), strict=True)]
+        self._barrier.wait()
+        return sums
+
+    def total(self, values: Tensor) -> Tensor:
+        return self._sums([values])[0]
+
+    def sum_gradients(self, gradients: list[Tensor]) -> None:
+        for gradient, total in zip(gradients, self._sums(gradients), strict=True):
+            gradient.copy_(total)
+
+
+@pytest.mark.parametrize("divided", [(8, 1), (4, 2), (1, 8), (3, 3)])
+def test_law_6_micro_batches(
+    divided: tuple[int, int], trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B-33: the mean of micro-batches' means is not the mean over tokens, when lengths are unequal."""
+    source = Rows(samples_of(8), 32)
+    micro, accumulation = divided
+    config = replace(BASE, micro_batch=micro, gradient_accumulation=accumulation, steps=1)
+    trainer = trainer_of(config, source)
+    got = gradients_of(trainer, monkeypatch)
+    whole = trainer_of(replace(BASE, micro_batch=8, steps=1), source)
+    expected = gradients_of(whole, monkeypatch)
+    assert trainer.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert got.keys() == expected.keys()
+    assert max(relative(got[name], expected[name]) for name in expected) < 1e-5
+
+
+def test_law_6_replicas(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B-33, across replicas: two of (2, 2) see the gradient of one of 8, though their rows hold unequal targets."""
+    source = Rows(samples_of(7), 32)  # seven rows for eight places: one micro-batch is half empty
+    expected_trainer = trainer_of(replace(BASE, micro_batch=8, steps=1), source)
+    expected = gradients_of(expected_trainer, monkeypatch)
+    barrier, board = threading.Barrier(2), dict[int, list[Tensor]]()
+    config = replace(BASE, micro_batch=2, gradient_accumulation=2, steps=1)
+    trainers = [trainer_of(config, source, replicas=Threads(i, barrier, board), name=f"r{i}") for i in range(2)]
+    found: dict[int, dict[str, Tensor]] = {}
+
+    def work(i: int) -> None:
+        found[i] = gradients_of(trainers[i], monkeypatch)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    for i in range(2):
+        assert trainers[i].loss == pytest.approx(expected_trainer.loss, rel=1e-6)
+        assert max(relative(found[i][name], expected[name]) for name in expected) < 1e-5
+
+
+def test_an_empty_update_leaves_weights_alone(trainer_of: MakeTrainer) -> None:
+    """B-35: an update without a target must not divide by zero, nor let decay or momentum move the weights."""
+    blocks = Blocks(Samples.of([([1] * 10, 9), ([2] * 11, 1)], 64), 4)
+    trainer = trainer_of(replace(BASE, micro_batch=1, steps=5), blocks)
+    result = trainer.run()
+    losses = curve(trainer)
+    assert result.num_empty == losses.count(None) > 0  # type: ignore[arg-type]
+    assert all(tensor.isfinite().all() for tensor in trainer.weights.values().values())
+    assert any(e.name == "warning" and "none of its" in e.fields["text"] for e in trainer.events)  # type: ignore[attr-defined]
+
+
+# ---- law 7 ---------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "fp32": BASE,
+    "accumulation": replace(BASE, micro_batch=2, gradient_accumulation=2),
+    "muon": replace(BASE, optimizer=OptimizerConfig("muon", 1e-3, muon_weight_decay=0.1)),
+    "bf16": replace(BASE, precision="bf16", ema=0.9),
+    "bf16 without masters": replace(BASE, precision="bf16", masters=False),
+    "fp16": replace(BASE, precision="fp16", loss_scale=2.0**40),
+    "lora": replace(BASE, lora=LoraConfig(rank=2, dropout=0.2)),
+}
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_law_7(variant: str, stop: int, trainer_of: MakeTrainer) -> None:
+    """B-37: with dropout and shuffling, ten updates straight are a few, a stop, a resume and the rest: bitwise.
+
+    Five updates are an epoch here, so this stops in the middle of one and at its end.
+    """
+    config = replace(VARIANTS[variant], dropout=0.1)
+    source = Rows(samples_of(20), 32)
+    straight = trainer_of(config, source, name="straight")
+    straight.run()
+    first = trainer_of(config, source, name="halves")
+    first.run(lambda: first.update == stop)
+    assert first.update == stop
+    torch.manual_seed(99)
+    np.random.seed(99)
+    second = trainer_of(config, source, name="halves")
+    saved = second.checkpoints.last()
+    assert saved is not None
+    second.resume(saved)
+    second.run()
+    assert curve(first) + curve(second) == curve(straight)
+    assert curve(first, "learning_rate") + curve(second, "learning_rate") == curve(straight, "learning_rate")
+    ours, theirs = weights(second), weights(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    mine, other = second.updater.state(), straight.updater.state()
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+    assert second._average.keys() == straight._average.keys()
+    assert all(torch.equal(second._average[name], straight._average[name]) for name in straight._average)
+    if straight.scaler is not None and second.scaler is not None:
+        assert straight.scaler.num_skipped > 0
+        assert second.scaler.state() == straight.scaler.state()
+
+
+def test_another_run_is_not_gone_on_with(trainer_of: MakeTrainer) -> None:
+    """Catches a resume with another seed, batch or data, which would mix two runs silently."""
+    from bluejay.errors import ConfigError
+
+    first = trainer_of(data_digest="a")
+    first.run(lambda: True)
+    saved = first.checkpoints.last()
+    assert saved is not None
+    for change, name in (
+        ({"seed": 6}, "seed (was 5, is 6)"),
+        ({"micro_batch": 2}, "micro_batch"),
+        ({"optimizer": OptimizerConfig(learning_rate=1e-3)}, "optimizer.learning_rate"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer_of(replace(BASE, **change), data_digest="a").resume(saved)  # type: ignore[arg-type]
+        assert name in caught.value.found
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(data_digest="b").resume(saved)
+    assert "the training data" in caught.value.found
+    trainer_of(replace(BASE, save_every=2, keep=5), data_digest="a").resume(saved)
+
+
+# ---- against a loop written plainly --------------------------------------------------------------------------------
+
+
+def test_the_curve_of_a_plain_loop(trainer_of: MakeTrainer, tiny_checkpoint: Path) -> None:
+    """200 updates equal transformers and torch.optim within 1e-5: catches anything in loss, clipping, decay, schedule."""
+    from transformers import GPTJForCausalLM
+
+    config = replace(
+        BASE,
+        steps=200,
+        micro_batch=2,
+        gradient_accumulation=2,
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.98), clip_norm=1.0),
+        schedule=ScheduleConfig("linear", warmup=20),
+    )
+    samples = samples_of(30)
+    trainer = trainer_of(config, Rows(samples, 32))
+    trainer.run()
+    ours = curve(trainer)
+
+    model = GPTJForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32).train()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.98)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: (i + 1) / 20 if i < 20 else (200 - i) / 180)
+    for update in range(200):
+        chosen = trainer.reader.chosen(update)[1]
+        rows = [
+            torch.from_numpy(samples.ids[samples.starts[i] : samples.starts[i + 1]].astype(np.int64)) for i in chosen
+        ]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert ours[update] == pytest.approx(loss.item(), abs=1e-5), update
+    assert ours[-1] < ours[0] / 2
+
+
+def test_the_checkpoint_loads_in_transformers(trainer_of: MakeTrainer, tmp_path: Path) -> None:
+    """Catches names, dtype or a stale copy in the result: transformers must compute our logits, for the result and for
+    every checkpoint of the run."""
+    from transformers import GPTJForCausalLM
+
+    trainer = trainer_of(replace(BASE, save_every=5))
+    result = trainer.run()
+    ids = torch.tensor([[3, 9, 27, 41, 5, 60, 7]])
+    assert result.model is not None
+    expected = trainer.built.model.eval()(ids)
+    for folder in (result.model, tmp_path / "run" / "checkpoints" / "update-00000010" / "model"):
+        theirs = GPTJForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(ids).logits, expected, atol=1e-4, rtol=0)
+
+
+# ---- what must not change the numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"recompute": True}, {"compile": "inductor"}])
+def test_ways_of_computing(change: dict[str, Any], trainer_of: MakeTrainer) -> None:
+    """Catches a recomputed or compiled step with other gradients than the eager one."""
+    source = Rows(samples_of(8), 8)
+    plain = trainer_of(replace(BASE, steps=4), source)
+    plain.run()
+    other = trainer_of(replace(BASE, steps=4, **change), source, name="other")
+    result = other.run()
+    assert (result.compile_seconds > 0) is ("compile" in change)
+    assert curve(other) == pytest.approx(curve(plain), rel=1e-5)
+    ours, theirs = weights(other), weights(plain)
+    assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-3
+
+
+def test_recomputing_draws_the_same_dropout(trainer_of: MakeTrainer) -> None:
+    """Catches a layer that is computed again with another dropout mask, which makes its gradient that of nothing."""
+    config = replace(BASE, steps=4, dropout=0.3)
+    plain, again = trainer_of(config), trainer_of(replace(config, recompute=True), name="again")
+    plain.run()
+    again.run()
+    assert curve(again) == pytest.approx(curve(plain), rel=1e-6)
+
+
+def test_attention_within_documents(trainer_of: MakeTrainer, tiny_model: GPTJ) -> None:
+    """Catches a packed document that sees the one before it: its loss must be what it is alone."""
+    samples = samples_of(6)
+    blocks = Blocks(samples, 200, within_documents=True)
+    packed, num = trainer_of(BASE, blocks).evaluate(blocks)
+    total = 0.0
+    for i in range(len(samples)):
+        ids = torch.from_numpy(samples.ids[samples.starts[i] : samples.starts[i + 1]].astype(np.int64))[None]
+        with torch.no_grad():
+            total += float(nn.functional.cross_entropy(tiny_model(ids[:, :-1])[0], ids[0, 1:], reduction="sum"))
+    assert num == len(samples.ids) - len(samples)
+    assert packed == pytest.approx(total / num, rel=1e-5)
+    across = Blocks(samples, 200)
+    assert trainer_of(BASE, across).evaluate(across)[0] != pytest.approx(packed, rel=1e-3)
+
+
+# ---- precisions ----------------------------------------------------------------------------------------------------
+
+
+def test_precisions_agree(trainer_of: MakeTrainer) -> None:
+    """fp16 and bf16 with masters follow the fp32 curve: every loss within 0.5 % and 2 %.
+
+    Catches products or sums in half precision where fp32 was meant, and a loss scale that is left in the gradients.
+    """
+    config = replace(BASE, steps=20, micro_batch=8, optimizer=OptimizerConfig(learning_rate=1e-3))
+    curves = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        trainer = trainer_of(replace(config, precision=precision), name=precision)
+        trainer.run()
+        curves[precision] = np.array(curve(trainer))
+    assert curves["fp32"][-1] < 0.9 * curves["fp32"][0]
+    assert np.abs(curves["bf16"] / curves["fp32"] - 1).max() < 0.02
+    assert np.abs(curves["fp16"] / curves["fp32"] - 1).max() < 0.005
+
+
+def test_masters_move_in_bf16(trainer_of: MakeTrainer) -> None:
+    """B-38: at a rate of 5e-6 no bf16 weight moves, and no error says so; the masters must, as fp32 weights do."""
+    moved = {}
+    for precision in ("fp32", "bf16"):
+        config = replace(
+            BASE,
+            steps=50,
+            precision=precision,
+            optimizer=OptimizerConfig(learning_rate=5e-6),
+            schedule=ScheduleConfig("constant"),
+        )
+        trainer = trainer_of(config, name=precision)
+        before = weights(trainer)
+        trainer.run()
+        after = trainer.weights.values()
+        moved[precision] = {name: after[name] != before[name] for name in before}
+        if precision == "bf16":
+            losses = np.array(curve(trainer))
+            assert np.abs(losses / reference - 1).max() < 0.02  # noqa: F821
+        else:
+            reference = np.array(curve(trainer))  # noqa: F841
+    both = sum(int((moved["fp32"][name] & moved["bf16"][name]).sum()) for name in moved["fp32"])
+    assert both >= 0.9 * sum(int(m.sum()) for m in moved["fp32"].values())
+
+
+def test_without_masters_it_warns_and_moves(trainer_of: MakeTrainer) -> None:
+    """B-38: a user who refuses masters is told; stochastic rounding moves as far as fp32 does, on average."""
+    config = replace(BASE, steps=40, optimizer=OptimizerConfig(learning_rate=1e-4), schedule=ScheduleConfig("constant"))
+    full = trainer_of(config)
+    rounded = trainer_of(replace(config, precision="bf16", masters=False), name="bf16")
+    assert any(e.name == "warning" and "without fp32 masters" in e.fields["text"] for e in rounded.events)  # type: ignore[attr-defined]
+    before = {name: t.float() for name, t in weights(rounded).items()}
+    start = weights(full)
+    full.run()
+    rounded.run()
+    name = "transformer.h.0.mlp.fc_in.weight"
+    wanted = weights(full)[name] - start[name]
+    got = weights(rounded)[name].float() - before[name]
+    slope = float((got * wanted).sum() / (wanted * wanted).sum())
+    assert slope == pytest.approx(1, abs=0.15)
+
+
+def test_an_overflow_is_skipped_and_counted(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an infinite gradient that reaches the weights, and one that is skipped without a word."""
+    trainer = trainer_of(replace(BASE, precision="fp16", steps=4))
+    step = trainer._step
+    gradients = step.gradients
+
+    def overflow_once(batch: Any, scale: Tensor, seed: int) -> Tensor:
+        loss = gradients(batch, scale, seed)
+        if trainer.update == 1:
+            next(iter(trainer.weights)).parameter.grad[0, 0] = math.inf  # type: ignore[index]
+        return loss
+
+    monkeypatch.setattr(step, "gradients", overflow_once)
+    before: dict[str, Tensor] = {}
+    result = trainer.run(lambda: before.update(weights(trainer)) or False if trainer.update == 1 else False)
+    assert result.num_skipped == 1
+    assert curve(trainer, "num_skipped") == [0, 1, 1, 1]
+    assert curve(trainer, "loss_scale") == [65536.0, 32768.0, 32768.0, 32768.0]
+    assert all(t.isfinite().all() for t in trainer.weights.values().values())
+
+
+def test_nan_stops_the_run(trainer_of: MakeTrainer) -> None:
+    """B-39: a loss that is not a number is named, with the last good checkpoint, before it reaches the weights."""
+    trainer = trainer_of(replace(BASE, save_every=2, precision="fp32"))
+
+    def poison() -> bool:
+        if trainer.update == 3:
+            trainer.built.model.transformer.ln_f.bias.data[0] = math.nan
+        return False
+
+    with pytest.raises(TrainingError) as caught:
+        trainer.run(poison)
+    assert "a loss of nan" in caught.value.found
+    assert "update 4 of 10" in caught.value.asked
+    assert "update-00000002" in caught.value.fix
+    assert trainer.checkpoints.last().update == 2  # type: ignore[union-attr]
+
+
+def test_early_stopping_and_the_best(trainer_of: MakeTrainer) -> None:
+    """Catches a patience that counts updates, a best checkpoint that is deleted, and a result that is the last."""
+    valid = Rows(samples_of(6, seed=9), 32)
+    config = replace(
+        BASE, steps=60, eval_every=2, patience=3, result="best", keep=1, optimizer=OptimizerConfig(learning_rate=0.02)
+    )
+    config = replace(config, data=replace(config.data, valid="given"))
+    trainer = trainer_of(config, Rows(samples_of(4), 32), valid=valid)
+    result = trainer.run()
+    evaluations = [e.fields for e in trainer.events if e.name == "train.eval"]  # type: ignore[attr-defined]
+    best = min(evaluations, key=lambda e: e["loss"])
+    assert result.stopped == "early"
+    assert result.best_update == best["update"] == result.update - 6
+    assert {saved.update for saved in trainer.checkpoints.all()} == {best["update"], result.update}
+    from bluejay.build import read_weights
+
+    assert result.model is not None
+    chosen = read_weights(trainer.checkpoints.folder / f"update-{best['update']:08d}" / "model")
+    stored = read_weights(result.model)
+    assert all(torch.equal(stored[name], chosen[name]) for name in chosen)
+    assert any(not torch.equal(stored[name], tensor) for name, tensor in trainer.weights.values().items())
+
+
+def test_the_model_stops_where_its_samples_did(trainer_of: MakeTrainer) -> None:
+    """B-32 end to end: over-fitted to four samples, the model ends each of them with the end of text."""
+    ids = [[5, 9, 13, 0], [6, 9, 14, 21, 33, 0], [7, 40, 0], [8, 40, 41, 42, 0]]
+    source = Rows(Samples.of([(one, 1) for one in ids], 64), 32)
+    trainer = trainer_of(replace(BASE, steps=60, optimizer=OptimizerConfig(learning_rate=0.01)), source)
+    trainer.run()
+    model = trainer.built.model.eval()
+    for sample in ids:
+        written = sample[:1]
+        while len(written) < 12 and written[-1] != 0:
+            written.append(int(model(torch.tensor([written]))[0, -1].argmax()))
+        assert written == sample
+
+
+def test_alone_is_nothing() -> None:
+    """Catches a single replica that changes what it is given."""
+    values = torch.tensor([1.0, 2.0])
+    assert Alone().total(values) is values
