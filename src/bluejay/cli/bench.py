@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+from bluejay.cli.bench_quantization import quantization
 from bluejay.cli.display import Display
 from bluejay.cli.environment import preferred_compiler
 
 bench = typer.Typer(name="bench", help="Measure what helps to choose a setting on this machine.", no_args_is_help=True)
+bench.command()(quantization)
 
 
 @dataclass(frozen=True)

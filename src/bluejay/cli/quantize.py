@@ -63,7 +63,7 @@ def quantize(
         checkpoint = open_checkpoint(locate(model), offline=offline, observe=display)
         for warning in checkpoint.warnings:
             display.warn(warning)
-        ids = _calibration_ids(calibration, checkpoint, calibration_tokens) if calibration else None
+        ids = calibration_ids(calibration, checkpoint, calibration_tokens) if calibration else None
         records = quantize_checkpoint(checkpoint, out, spec, calibration=ids, strict=strict, observe=display)
         seconds = time.perf_counter() - started
         summary = summarize(records, spec)
@@ -86,7 +86,7 @@ def quantize(
         )
 
 
-def _calibration_ids(file: Path, checkpoint: Checkpoint, num_tokens: int) -> Tensor:
+def calibration_ids(file: Path, checkpoint: Checkpoint, num_tokens: int) -> Tensor:
     """Token ids in rows of the model's window, [sequences, tokens].
 
     Raises:
