@@ -36,6 +36,7 @@ def quantize(
     evaluate: Annotated[
         Path | None, typer.Option(help="Perplexity on this text, before and after, for the card.")
     ] = None,
+    backend: Annotated[str, typer.Option(help="--evaluate: auto, inductor (compiled) or eager.")] = "auto",
     strict: Annotated[bool, typer.Option(help="A missing tensor is an error.")] = True,
     offline: Annotated[bool, typer.Option(help="Never ask the network for a hub id.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress.")] = False,
@@ -67,7 +68,7 @@ def quantize(
         records = quantize_checkpoint(checkpoint, out, spec, calibration=ids, strict=strict, observe=display)
         seconds = time.perf_counter() - started
         summary = summarize(records, spec)
-        quality = _compare(model, out, spec, scored, offline, display) if scored else {}
+        quality = _compare(model, out, spec, scored, backend, offline, display) if scored else {}
     if quality:
         _add_to_card(out, quality)
     if json:
@@ -110,7 +111,9 @@ def calibration_ids(file: Path, checkpoint: Checkpoint, num_tokens: int) -> Tens
     return torch.tensor(ids[: len(ids) // window * window]).view(-1, window)
 
 
-def _compare(model: str, out: Path, spec: QuantSpec, text: str, offline: bool, observe: Observer) -> dict[str, float]:
+def _compare(
+    model: str, out: Path, spec: QuantSpec, text: str, backend: str, offline: bool, observe: Observer
+) -> dict[str, float]:
     """Perplexity of the original, of what plain methods make of it with these groups, and of what was written."""
     import bluejay
     from bluejay.tasks import perplexity
@@ -120,6 +123,7 @@ def _compare(model: str, out: Path, spec: QuantSpec, text: str, offline: bool, o
             source,
             quantize=packing,
             max_rows=4,
+            backend=backend,
             offline=offline,
             cxx=preferred_compiler(),
             cache=str(cache_folder()),
