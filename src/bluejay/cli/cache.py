@@ -349,18 +349,11 @@ def _table_of(infos: Sequence[EntryInfo]) -> Table:
     return table
 
 
-def _table_of_manifest(manifest: Mapping[str, Any]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
+def _rows_of_program(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What native kernels, which are kept here too, do not have."""
     fields, signature, memory = manifest["fields"], manifest["signature"], manifest["memory"]
     modules = list(fields["module"].values())
-    num_bytes = sum(record["bytes"] for record in manifest["files"].values())
-    rows = {
-        "program": manifest["fingerprint"],
-        "made for": manifest["label"],
-        "made": f"{_moment(manifest['created'])}, in {format_seconds(manifest['compile_seconds'])}",
-        "size": f"{format_bytes(num_bytes)} in {_plural(len(manifest['files']), 'file')}",
+    return {
         "device": f"{fields['device']}, {_plural(fields['threads'], 'thread')}",
         "module": f"{modules[0]['class']}, {_plural(len(modules), 'module')}",
         "inputs": _tensors(signature["inputs"], memory["inputs_bytes"]),
@@ -369,6 +362,21 @@ def _table_of_manifest(manifest: Mapping[str, Any]) -> Table:
         "workspace": f"at most {format_bytes(memory['workspace_bytes_at_most'])}",
         "settings": _pairs(fields["spec"]),
         "identity": _pairs(fields["identity"]),
+    }
+
+
+def _table_of_manifest(manifest: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    fields = manifest["fields"]
+    num_bytes = sum(record["bytes"] for record in manifest["files"].values())
+    rows = {
+        "program": manifest["fingerprint"],
+        "made for": manifest["label"],
+        "made": f"{_moment(manifest['created'])}, in {format_seconds(manifest['compile_seconds'])}",
+        "size": f"{format_bytes(num_bytes)} in {_plural(len(manifest['files']), 'file')}",
+        **(_rows_of_program(manifest) if "signature" in manifest else {"device": fields["device"]}),
         **{name.replace("_", " "): _value(value) for name, value in _known(fields["environment"])},
         "sources": _pairs({name: value[:_SHORT] for name, value in fields["sources"].items()}),
     }

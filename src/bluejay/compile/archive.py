@@ -106,7 +106,7 @@ def import_programs(store: Store, file: Path, environment: Environment, sources:
             told = {key: value for key, value in manifest.items() if key not in ("checksum", "files", "created")}
             store.put(work, seal({**told, "fingerprint": here.digest, "fields": here.fields}, work))
         imported.append(here.digest)
-        threads.add(fields["threads"])
+        threads |= {fields["threads"]} if "threads" in fields else set()  # kernels take any number
     return ImportReport(tuple(imported), refused, tuple(sorted(threads)))
 
 

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bluejay.errors import MachineError
-
 NATIVE_PATHS = ("portable", "avx2", "avx512")
 PLAIN_PATHS = ("torch", "reference")
 
@@ -60,6 +58,12 @@ def int4_linear(
     Raises:
         MachineError: this machine, or this build, does not have the path.
     """
+    # While a program is traced nothing is computed: whether this machine has the path is asked where it runs.
+    if path in NATIVE_PATHS and not torch.compiler.is_compiling():
+        from bluejay.kernels.native import available_paths, refuse
+
+        if path not in available_paths():
+            raise refuse(path, x.device)
     result: Tensor = torch.ops.bluejay.int4_linear(x, codes, scales, biases, bias, out_features, group_size, path)
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import platform
 import shlex
 import subprocess
@@ -89,13 +88,22 @@ def ensure(cache: Path, observe: Observer = ignore, *, cxx: str = "", force: boo
         MachineError: `force`, and the kernels can be neither found nor built.
     """
     global _loaded, _reason
-    from bluejay.compile import Fingerprint, Store
+    # The store and what it needs: a third of a second that calling a loaded kernel does not cost.
+    from bluejay.compile import Fingerprint, Store, environment, room_digests
     from bluejay.machine import cxx_compiler, how_to_install_compiler
 
     if _loaded is not None:
         return available_paths()
     compiler = cxx_compiler(cxx)
-    wanted = Fingerprint.of(_fields(compiler.version if compiler else ""))
+    wanted = Fingerprint.of(
+        {
+            "kind": "kernels",
+            "device": "cpu",
+            "flags": {name: [*_FLAGS, *flags] for name, flags in _sources().items()},
+            "sources": {"bluejay.kernels": room_digests()["bluejay.kernels"]},
+            "environment": environment(torch.device("cpu"), compiler),
+        }
+    )
 
     def tell(name: str, **fields: Any) -> None:
         observe(Event(name, {**fields, "label": LABEL, "fingerprint": wanted.digest}))
@@ -136,21 +144,6 @@ def ensure(cache: Path, observe: Observer = ignore, *, cxx: str = "", force: boo
 def _sources() -> dict[str, tuple[str, ...]]:
     """Files to compile, each with the flags of its instruction set."""
     return {**_COMMON, **_ARCHITECTURE.get(platform.machine(), {})}
-
-
-def _fields(compiler: str) -> dict[str, Any]:
-    """Everything that shapes the library. Not the processor: one library has the paths of all of its kind."""
-    content = hashlib.sha256()
-    for file in sorted(SOURCES.iterdir()):
-        content.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
-    return {
-        "kind": "kernels",
-        "sources": content.hexdigest(),
-        "flags": {name: [*_FLAGS, *flags] for name, flags in _sources().items()},
-        "system": f"{platform.system()} {platform.machine()}",
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "compiler": compiler,
-    }
 
 
 def _build(cxx: str, folder: Path) -> None:

@@ -6,10 +6,11 @@ namespace {
 
 template <int B, int M>
 void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* packed,
-            const Segment* segments, float* totals) {
+            const Segment* segments, float* totals, const Ahead& ahead) {
   const auto* x = reinterpret_cast<const float*>(packed);
   const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t s = first; s < last; ++s) {
+    for (int b = 0; b < B; ++b) fetch(w, ahead, s, first, b);
     __m512 sums[B][M];
     for (auto& row : sums)
       for (auto& sum : row) sum = _mm512_setzero_ps();

@@ -17,10 +17,6 @@
 namespace {
 
 constexpr float kLargest = 118;  // with what p adds, 127 at most
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
-constexpr int kAhead = AHEAD;  // bytes of codes asked for before they are needed
 constexpr float kSmallest = 0x1p-100f;  // below it x counts as 0 and only its sum with the group's bias is kept
 
 // One segment of one row: `chunks` chunks at `x` to `packed`, which is 3 words per chunk at distance `stride`.
@@ -68,13 +64,14 @@ Segment pack_segment(const float* x, int64_t chunks, uint32_t* packed, int64_t s
     _mm_storeu_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(q));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(r));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(words[2]), _mm512_cvtepi32_epi8(p));
-    for (int64_t i = 0; i < (left < 4 ? left : 4); ++i)
+    for (int64_t i = 0; i < smaller(left, 4); ++i)
       for (int part = 0; part < 3; ++part) packed[(c + i) * stride + part] = words[part][i];
   }
   if (!is_finite) return {sum, __builtin_nanf(""), 0};
   const float step = unit / 256;
+  // At most 8 units an input; more, or NaN, where the sum of finite x is not finite: then y is not either.
   const double lost = step > 0 ? double(sum) / step - _mm512_reduce_add_epi32(units) : 0;
-  return {sum, step, int32_t(__builtin_lrint(7.5 * lost))};
+  return {sum, step, __builtin_fabs(lost) < 64 * chunks + 64 ? int32_t(__builtin_lrint(7.5 * lost)) : 0};
 }
 
 void pack(const Weights& w, const float* x, int64_t rows, uint32_t* packed, Segment* segments) {
@@ -86,38 +83,48 @@ void pack(const Weights& w, const float* x, int64_t rows, uint32_t* packed, Segm
     }
 }
 
+// sum += codes . x, four products to a lane. Written out so that the compiler keeps the order, and with it the sums in
+// registers.
+inline void add(__m512i& sum, __m512i codes, __m512i x) {
+  asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+}
+
 template <int B, int M>
 void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* x, const Segment* segments,
-            float* totals) {
+            float* totals, const Ahead& ahead) {
   const __m512i digits = _mm512_set1_epi8(15);
+  const int64_t length = w.chunks * 64;
   for (int64_t s = first; s < last; ++s) {
+    asm volatile("" ::: "memory");  // totals stay in memory: there are no registers for them beside the sums
+    const int64_t begin = s * w.segment_chunks, chunks = end_of(w, s) - begin;
+    const auto* words = reinterpret_cast<const int32_t*>(x + begin * M * 3);
+    const char* codes = reinterpret_cast<const char*>(w.codes) + block * length + begin * 64;
+    for (int b = 0; b < B; ++b) fetch(w, ahead, s, first, b);
     __m512i coarse[B][M], fine[B][M];
     for (int b = 0; b < B; ++b)
       for (int m = 0; m < M; ++m) {
         coarse[b][m] = _mm512_setzero_si512();
         fine[b][m] = _mm512_set1_epi32(segments[s * M + m].start);
       }
-    for (int64_t c = s * w.segment_chunks; c < end_of(w, s); ++c) {
-      __m512i raw[B], a[B], bb[B];
+    for (int64_t c = 0; c < chunks; ++c) {
+      __m512i raw[B], low[B], high[B];
 #pragma GCC unroll 2
       for (int b = 0; b < B; ++b) {
-        const uint32_t* codes = w.codes + ((block + b) * w.chunks + c) * kOutputs;
-        _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead, _MM_HINT_T0);
-        raw[b] = _mm512_loadu_si512(codes);
-        a[b] = _mm512_and_si512(raw[b], digits);
-        bb[b] = _mm512_and_si512(_mm512_srli_epi32(raw[b], 4), digits);
+        raw[b] = _mm512_loadu_si512(codes + b * length + c * 64);
+        low[b] = _mm512_and_si512(raw[b], digits);
+        high[b] = _mm512_and_si512(_mm512_srli_epi32(raw[b], 4), digits);
       }
-      const auto* words = reinterpret_cast<const int32_t*>(x + c * M * 3);
-#pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) {
-        const __m512i q = _mm512_set1_epi32(words[3 * m]), r = _mm512_set1_epi32(words[3 * m + 1]),
-                      p = _mm512_set1_epi32(words[3 * m + 2]);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m, words += 3) {
+        const __m512i q = _mm512_set1_epi32(words[0]);
 #pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) {
-          coarse[b][m] = _mm512_dpbusd_epi32(coarse[b][m], a[b], q);
-          fine[b][m] = _mm512_dpbusd_epi32(fine[b][m], raw[b], p);
-          coarse[b][m] = _mm512_dpbusd_epi32(coarse[b][m], bb[b], r);
-        }
+        for (int b = 0; b < B; ++b) add(coarse[b][m], low[b], q);
+        const __m512i p = _mm512_set1_epi32(words[2]);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; ++b) add(fine[b][m], raw[b], p);
+        const __m512i r = _mm512_set1_epi32(words[1]);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; ++b) add(coarse[b][m], high[b], r);
       }
     }
 #pragma GCC unroll 2
@@ -127,7 +134,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part + group)));
       };
       const __m512 scale = at(w.scales), bias = at(w.biases);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
         const Segment& segment = segments[s * M + m];
         float* total = totals + (b * M + m) * kOutputs;
@@ -142,8 +149,4 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
 
 }  // namespace
 
-#ifndef STEP
-#define STEP 2
-#define ROWS 6
-#endif
-const Path int4_avx512_vnni = {"avx512", ROWS, STEP, 3, pack, run_path<STEP, ROWS>};
+const Path int4_avx512_vnni = {"avx512", 6, 2, 3, pack, run_path<2, 6>};

@@ -14,6 +14,9 @@ namespace {
 constexpr int kOutputs = 16;         // of a block
 constexpr int64_t kCacheBytes = 16384;  // of codes that stay in the first cache while tiles of rows pass over them
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 inline float from_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -90,11 +93,18 @@ inline void pack_floats(const Weights& w, const float* x, int64_t rows, uint32_t
   }
 }
 
+// What comes from memory next, and the share of it that a tile asks for while it computes: all tiles together ask for all
+// of it, evenly, so that memory is as busy as the processor.
+struct Ahead {
+  int64_t block, segment;
+  int64_t part, parts;
+};
+
 // Segments [first, last) of B blocks from `block` on, for a tile of M rows: added to totals[B][M][16]. Each path defines
 // it; loops over B and M are unrolled, so that sums stay in registers.
 template <int B, int M>
 void kernel(const Weights&, int64_t block, int64_t first, int64_t last, const uint32_t* x, const Segment* segments,
-            float* totals);
+            float* totals, const Ahead& ahead);
 
 // kernel<B, M> for every B and M that a path uses.
 template <int kStep, int kRows>
@@ -115,17 +125,18 @@ struct Kernels {
 template <int kStep, int kRows>
 void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, float* totals) {
   static constexpr Kernels<kStep, kRows> kernels;
-  int64_t pass = kCacheBytes / (64 * kStep * w.segment_chunks);
-  pass = rows.tiles == 1 ? w.segments : pass < 1 ? 1 : pass;
+  const int64_t pass = larger(1, kCacheBytes / (64 * kStep * w.segment_chunks));
   for (int64_t block = first; block < last; block += kStep) {
-    const int64_t count = last - block < kStep ? last - block : kStep;
+    const int64_t count = smaller(kStep, last - block);
     memset(totals, 0, rows.count * count * kOutputs * sizeof(float));
     for (int64_t from = 0; from < w.segments; from += pass) {
-      const int64_t to = from + pass < w.segments ? from + pass : w.segments;
+      const int64_t to = smaller(from + pass, w.segments);
       for (int64_t tile = 0; tile < rows.tiles; ++tile) {
         const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
+        const Ahead ahead = to < w.segments ? Ahead{block, to, tile, rows.tiles}
+                                            : Ahead{block + kStep, 0, tile, rows.tiles};
         kernels.of[count - 1][size - 1](w, block, from, to, rows.x + begin * rows.words,
-                                     rows.segments + begin * w.segments, totals + begin * count * kOutputs);
+                                        rows.segments + begin * w.segments, totals + begin * count * kOutputs, ahead);
       }
     }
     for (int64_t tile = 0; tile < rows.tiles; ++tile) {
@@ -144,6 +155,18 @@ inline int64_t end_of(const Weights& w, int64_t segment) {
 
 inline int64_t group_of(const Weights& w, int64_t block, int64_t segment) {
   return (block * w.groups + (w.groups == 1 ? 0 : segment)) * kOutputs;
+}
+
+// Ask for this tile's share of the segment that is as far into the next pass as `s` is into this one from `first` on.
+inline void fetch(const Weights& w, const Ahead& ahead, int64_t s, int64_t first, int b) {
+  const int64_t segment = ahead.segment + s - first, block = ahead.block + b;
+  const auto* codes = reinterpret_cast<const char*>(w.codes) + (block * w.chunks + segment * w.segment_chunks) * 64;
+  const int64_t end = w.segment_chunks * (ahead.part + 1) / ahead.parts;
+  for (int64_t c = w.segment_chunks * ahead.part / ahead.parts; c < end; ++c) __builtin_prefetch(codes + c * 64);
+  if (ahead.part == 0) {
+    __builtin_prefetch(w.scales + group_of(w, block, segment));
+    __builtin_prefetch(w.biases + group_of(w, block, segment));
+  }
 }
 
 }  // namespace
