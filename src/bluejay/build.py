@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,18 @@ from torch.overrides import TorchFunctionMode
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint, read_config, save_checkpoint
 from bluejay.compile import Bound as Program
 from bluejay.compile import Executable, Job, Store, compile, compile_all
-from bluejay.config import CompileSpec, RunConfig
+from bluejay.config import CompileSpec, ModelConfig, QuantSpec, RunConfig, Workload
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.kernels import ensure as ensure_kernels
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
 from bluejay.quant import QuantizedLinear, QuantizedSource, quantize_model
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from bluejay.parallel import Plan
 
 __all__ = ["Built", "Program", "Programs", "build", "build_fresh", "locate", "pick_device", "read_weights", "save"]
 
@@ -89,6 +94,7 @@ class Built:
     Attributes:
         context: tokens a row may hold.
         has_weights: false when only programs are wanted and the model is a shape.
+        agree: gives all ranks what one of them has chosen, when several hold the model.
         warnings: what the checkpoint made us doubt, by name.
         directory: where model and tokenizer came from.
     """
@@ -103,13 +109,15 @@ class Built:
     warnings: tuple[str, ...]
     has_weights: bool = True
     directory: Path | None = None
+    agree: Callable[[Tensor], Tensor] | None = None
 
 
-def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -> Built:
+def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True, mesh: DeviceMesh | None = None) -> Built:
     """Read a checkpoint and put its model on the device, in evaluation mode.
 
     Args:
         weights: false reads no weight: enough to make programs.
+        mesh: the ranks of `run.layout`; this one gets its part of the model.
 
     Raises:
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
@@ -135,8 +143,16 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
         layers = [name.removesuffix(".codes") for name in origin.tensors if name.endswith(".codes")]
         quantize_model(model, replace(packing, layers=tuple(layers)))
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
-    if weights:
-        load_weights(model, origin, dtype=dtype, strict=run.strict, verify=run.verify, observe=observe)
+    made = None if mesh is None else _plan(run, config, dtype, packing, context)
+    if weights:  # what is taken apart stays mapped until then, so that each rank holds its own part only
+        read = dtype if mesh is None else checkpoint.dtype
+        load_weights(model, origin, dtype=read, strict=run.strict, verify=run.verify, observe=observe)
+    agree = None
+    if mesh is not None and made is not None:
+        from bluejay.parallel import agreement, apply  # half a second that one device does not need
+
+        model = apply(model, made, mesh)[0].to(dtype)
+        agree = agreement(mesh)
     warnings = list(checkpoint.warnings)
     if device.type == "cpu" and dtype == torch.float16:
         warnings.append("float16 is slow on most CPUs; bfloat16 computes the same model faster (--dtype bfloat16)")
@@ -147,8 +163,32 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True) -
     if packing and device.type == "cpu" and run.compile.backend != "eager":  # eager promises to need no compiler
         ensure_kernels(programs.store.folder, observe, cxx=run.compile.cxx)
     return Built(
-        run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory
+        run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory, agree
     )
+
+
+def _plan(run: RunConfig, config: ModelConfig, dtype: torch.dtype, packing: QuantSpec | None, context: int) -> Plan:
+    """The plan of a run's layout.
+
+    Raises:
+        ConfigError: the layout does not fit the model, or programs were asked for: they hold no collectives.
+    """
+    from bluejay.parallel import plan
+
+    if run.compile.backend != "eager":
+        raise ConfigError(
+            asked=f"a model over {run.layout.num_devices} devices with backend={run.compile.backend!r}",
+            found="programs are compiled for one device",
+            rule="collectives between the parts of a step are not compiled",
+            fix="set backend to eager",
+        )
+    work = Workload(
+        dtype=str(dtype).removeprefix("torch."),
+        quantize=packing.name if packing else "",
+        rows=run.max_rows,
+        context=context,
+    )
+    return plan(config, run.layout, work)
 
 
 def build_fresh(run: RunConfig, seed: int) -> Built:

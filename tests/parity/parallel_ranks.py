@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bluejay.config import Layout, ModelConfig, QuantSpec, Workload
+from bluejay.build import Built, Programs
+from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, QuantSpec, RunConfig, Workload
 from bluejay.errors import ConfigError
+from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import (
     IGNORED,
     PlannedStep,
+    Rank,
     Replicas,
+    agreement,
     apply,
     build_mesh,
     collect,
@@ -195,6 +200,73 @@ def int4_check(layout: Layout) -> None:
     assert abs(held - planned) <= 0.05 * planned, f"{held} bytes of weights, {planned} planned"
 
 
+class BytesTokenizer:
+    """Ids are bytes: enough for an engine, which only needs ids to text."""
+
+    special_ids: frozenset[int] = frozenset()
+    eos_id: int | None = None
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token + 32])
+
+
+def engine_over(model: GPTJ, agree: Callable[[Tensor], Tensor] | None = None) -> Engine:
+    run = RunConfig(model="tiny", max_rows=4, prefill_buckets=(4, 8), compile=CompileSpec(backend="eager"))
+    tokenizer: Any = BytesTokenizer()
+    return Engine(
+        Built(run, model, tokenizer, Programs(run), torch.device("cpu"), torch.float32, 32, (), True, None, agree)
+    )
+
+
+GENERATED = [
+    Layout(tensor=2),
+    Layout(tensor=4),
+    Layout(stages=2),
+    Layout(layers_per_device=(0, 5, 0)),
+    Layout(stages=4),
+    Layout(stages=2, tensor=2),
+]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [64, 7], [5, 35, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
+REQUESTS = [
+    GenerationConfig(max_new_tokens=8, logprobs=3, prompt_logprobs=2),
+    GenerationConfig(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=7, logprobs=2),
+    GenerationConfig(max_new_tokens=6, num_beams=3),
+    GenerationConfig(max_new_tokens=8, temperature=0.8, seed=3, n=3),
+]
+
+
+def generate_check(layout: Layout, quantized: bool = False) -> None:
+    """B-53, B-54: the ids of one rank on all ranks of every layout, whatever each rank's own generator says."""
+    config = replace(CONFIG, n_embd=64, rotary_dim=8)
+    mesh = build_mesh(layout)
+    if dist.get_rank() >= layout.num_devices:
+        return
+    torch.manual_seed(1000 + dist.get_rank())
+    whole, mine = noisy_model(config).requires_grad_(False), noisy_model(config).requires_grad_(False)
+    if quantized:
+        quantize_model(whole, QuantSpec(group_size=16))
+        quantize_model(mine, QuantSpec(group_size=16))
+    made = plan(config, layout, Workload(dtype="float32", rows=4, quantize="int4-g16" if quantized else ""))
+    alone, spread = engine_over(whole), engine_over(apply(mine, made, mesh)[0], agreement(mesh))
+    answers = [(alone.generate(PROMPTS, request), spread.generate(PROMPTS, request)) for request in REQUESTS]
+    cache = spread._cache.num_bytes
+    planned = made.stages[place_of(mesh)["stage"]].memory.kv_cache
+    assert cache == planned, f"{cache} bytes of cache, {planned} planned"
+    for request, (wanted, found) in zip(REQUESTS, answers, strict=True):
+        for one, other in zip(wanted, found, strict=True):
+            ids = [c.ids for c in one.completions], [c.ids for c in other.completions]
+            assert ids[0] == ids[1], f"{request}: {ids}"
+            for a, b in zip(one.completions, other.completions, strict=True):
+                for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+                    assert x.logprob is not None
+                    assert y.logprob is not None
+                    assert abs(x.logprob - y.logprob) < 1e-4
+                    assert [i for i, _ in x.top] == [i for i, _ in y.top]
+            for x, y in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+                assert (x.logprob is None) == (y.logprob is None)
+                assert x.logprob is None or y.logprob is None or abs(x.logprob - y.logprob) < 1e-4
+
+
 def large_bias_check() -> None:
     """The bias of the row-parallel matrix at 100: added twice it moves every later layer."""
     layout = Layout(tensor=4)
@@ -241,6 +313,10 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     every: list[tuple[str, Callable[[], None]]] = [(c.name, partial(train_check, c)) for c in checks()]
     for layout in (Layout(tensor=2), Layout(tensor=4), Layout(stages=2, tensor=2)):
         every.append((f"int4, pipeline {layout.num_stages} x tensor {layout.tensor}", partial(int4_check, layout)))
+    for layout in GENERATED:
+        name = f"generation, pipeline {list(layout.layers_per_device) or layout.num_stages} x tensor {layout.tensor}"
+        every.append((name, partial(generate_check, layout)))
+    every.append(("int4 generation, pipeline 2 x tensor 2", partial(generate_check, GENERATED[-1], True)))
     every.append(("bias of 100", large_bias_check))
     every.append(("8 rows in 3 micro-batches", three_chunks_check))
     every += [(f"11 samples, data {n}", partial(evaluation_check, n)) for n in (2, 3, 4)]
@@ -265,6 +341,6 @@ def run_all(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    join(int(sys.argv[1]), WORLD, f"127.0.0.1:{sys.argv[2]}", timeout_seconds=60)
+    join(Rank(int(sys.argv[1]), WORLD, "127.0.0.1", int(sys.argv[2])), timeout_seconds=60)
     run_all(Path(sys.argv[3]))
     leave()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bluejay.parallel import Rank
 
 
 def cache_folder() -> Path:
@@ -28,3 +32,18 @@ def keep_compiled_steps(folder: Path) -> None:
     torch finds it again under a hash of the graph, its own version and the processor, and checks it before use.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def rank_of_launcher() -> Rank | None:
+    """Which rank this process is, by the variables that torchrun and its like set; None when it is none."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    from bluejay.parallel import Rank
+
+    return Rank(
+        index=int(os.environ["RANK"]),
+        count=int(os.environ["WORLD_SIZE"]),
+        host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=int(os.environ.get("MASTER_PORT", "29500")),
+        keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )

@@ -12,6 +12,7 @@ import typer
 
 from bluejay.cli.display import Display
 from bluejay.cli.environment import cache_folder, preferred_compiler
+from bluejay.cli.launch import is_starter, layout_of, ranks, start_ranks
 from bluejay.config import GenerationConfig
 from bluejay.errors import RequestError
 
@@ -22,6 +23,7 @@ _DEFAULT = GenerationConfig()
 
 
 def generate(
+    program: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; `-` or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     model: Annotated[str, typer.Option(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
@@ -46,6 +48,8 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="Ranks that hold the model together; started here.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; other devices share layers.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     backend: Annotated[str, typer.Option(help="auto, inductor (compiled) or eager (no compiler).")] = "auto",
     loop: Annotated[str, typer.Option(help="Steps a call: host, one; device, several; unrolled, all.")] = "host",
@@ -82,12 +86,18 @@ def generate(
     )
     has_prompt = prompt is not None or file is not None
     _check_together(config, has_prompt=has_prompt, interactive=interactive, json=json, echo=echo)
-    text = None if interactive else _read_prompt(prompt, file)
+    layout = layout_of(devices, stages)
+    if layout.num_devices > 1:
+        backend = _check_ranks(backend, interactive)
+    if is_starter(devices):
+        raise typer.Exit(start_ranks(program.obj, devices))
 
     import bluejay
 
     warnings: list[str] = []
-    with Display(quiet) as display:
+    asked = [config, model, dtype, quantize, context, layout]
+    with ranks(layout, asked, device) as mesh, Display(quiet) as display:
+        text = None if interactive else _prompt_for_all(mesh, prompt, file)
 
         def observe(event: Any) -> None:
             if event.name == "warning":
@@ -109,6 +119,8 @@ def generate(
             strict=strict,
             verify=verify,
             offline=offline,
+            layout=layout,
+            mesh=mesh,
             observe=observe,
         )
         if text is None:
@@ -120,6 +132,28 @@ def generate(
             print(json_format.dumps(record, ensure_ascii=False))
         if not quiet:
             print(_figures_line(engine, result), file=sys.stderr)
+
+
+def _check_ranks(backend: str, interactive: bool) -> str:
+    """The back-end for several ranks; refuses what they cannot do."""
+    if backend == "inductor" or interactive:
+        raise RequestError(
+            asked="--devices above 1 with " + ("--interactive" if interactive else "--backend inductor"),
+            found="programs for one device" if not interactive else "one rank that hears the terminal",
+            rule="several ranks run eagerly, on one prompt",
+            fix="leave it out",
+        )
+    return "eager"
+
+
+def _prompt_for_all(mesh: Any, prompt: str | None, file: Path | None) -> str:
+    """The prompt, read once: by the first rank, when there are several."""
+    if mesh is None:
+        return _read_prompt(prompt, file)
+    from bluejay.parallel import from_first
+
+    text = from_first(_read_prompt(prompt, file) if mesh.get_rank() == 0 else "")
+    return text
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

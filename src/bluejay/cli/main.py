@@ -72,7 +72,7 @@ def _answer(argv: list[str]) -> int:
     try:
         arguments = normalize(command, argv)
         debug, as_json = "--debug" in arguments.switched_on, "--json" in arguments.switched_on
-        code = command.main(arguments.words, prog_name="bluejay", standalone_mode=False)
+        code = command.main(arguments.words, prog_name="bluejay", standalone_mode=False, obj=argv)
         return _interrupted() if code == 130 else code or 0
     except SystemExit as left:  # typer's own answer to a pipe that the reader closed
         return left.code if isinstance(left.code, int) else 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from bluejay.config.model import DTYPES
+from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -81,7 +81,7 @@ class Workload:
     Attributes:
         job: "generate" or "train".
         dtype: of weights, activations and cache; "" is the model's, or float32 where it names none.
-        quantize: "" or "int4-gN": blocks and head in 4 bits with one scale and bias per N inputs, for generation.
+        quantize: "" or a format such as int4-g64: blocks and head in 4 bits, for generation.
         rows: rows at once (generate), or rows of one micro-batch of one replica (train).
         context: tokens a row holds; 0 is the model's window.
         prompt_tokens: tokens of a prompt that are read in one call (generate).
@@ -104,18 +104,16 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Inputs per group of the quantized weights; 0 when they are not quantized."""
-        return int(self.quantize.partition("-g")[2]) if self.quantize else 0
+        """Inputs per group of the quantized weights, -1 for one group a row; 0 when they are not quantized."""
+        return QuantSpec.parse(self.quantize).group_size if self.quantize else 0
 
     def __post_init__(self) -> None:
         if self.job not in JOBS:
             raise _refuse("job", self.job, f"one of {', '.join(JOBS)}")
         if self.dtype not in ("", *DTYPES):
             raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        if self.quantize and not re.fullmatch(r"int4-g\d+", self.quantize):
-            raise _refuse("quantize", self.quantize, '"" or "int4-g" and a group size, such as int4-g64')
-        if self.quantize and (self.group_size % 8 or not 16 <= self.group_size <= 256):
-            raise _refuse("quantize", self.quantize, "a group size that is a multiple of 8 from 16 to 256")
+        if self.quantize:
+            QuantSpec.parse(self.quantize)
         for name in ("rows", "prompt_tokens", "gradient_accumulation"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise _refuse(name, getattr(self, name), "a whole number from 1")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from bluejay.config.compile import CompileSpec
 from bluejay.config.model import DTYPES
+from bluejay.config.parallel import Layout
 from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
 
@@ -20,6 +21,7 @@ class RunConfig:
     Attributes:
         model: `nano`, a directory, or a hub id.
         dtype: float32, bfloat16 or float16; "" keeps the checkpoint's.
+        layout: how the model lies on several devices; one rank of torch.distributed for each.
         quantize: pack the checkpoint's linear layers to four bits while loading; None leaves them as they are.
         device: cpu, cuda, cuda:N; "auto" takes CUDA where there is one.
         context: tokens a row may hold; 0 is the model's whole window.
@@ -40,6 +42,7 @@ class RunConfig:
 
     model: str
     dtype: str = ""
+    layout: Layout = field(default_factory=Layout)
     quantize: QuantSpec | None = None
     device: str = "auto"
     context: int = 0
@@ -61,6 +64,8 @@ class RunConfig:
             raise _refuse("model", self.model, "a name, a directory or a hub id")
         if self.dtype not in ("", *DTYPES):
             raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if not isinstance(self.layout, Layout):
+            raise _refuse("layout", self.layout, "a Layout")
         if not (self.quantize is None or isinstance(self.quantize, QuantSpec)):
             raise _refuse("quantize", self.quantize, "a QuantSpec, such as QuantSpec.parse('int4-g64')")
         if type(self.context) is not int or self.context < 0:

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from bluejay.build import Built, build
-from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, QuantSpec, RunConfig
+from bluejay.config import MAX_STOP_IDS, CompileSpec, GenerationConfig, QuantSpec, RunConfig, digest
 from bluejay.errors import BluejayError, RequestError
 from bluejay.events import Observer, ignore
 from bluejay.generate.beam import BeamSearch
@@ -29,6 +29,9 @@ from bluejay.generate.sampler import BAD_LOGITS, sub_seed
 from bluejay.generate.scheduler import Scheduler, Slot
 from bluejay.generate.steps import IDLE
 from bluejay.generate.stop import StopMatcher
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 StopReason = Literal["eos", "stop_id", "stop", "length", "cancelled", "error"]
 Prompt = str | Sequence[int]
@@ -380,7 +383,7 @@ class Engine:
             config=config,
             max_new=self._allowed_new_tokens(ids, config),
             stop_ids=tuple(dict.fromkeys((*self._eos_ids(config), *config.stop_ids))),
-            seed=secrets.randbits(62) if config.seed is None else config.seed,
+            seed=self._seed(ids, config),
             submitted=self._clock(),
         )
         if len(request.stop_ids) > MAX_STOP_IDS:
@@ -409,6 +412,26 @@ class Engine:
             group[0].pending = ids if group[0].reads_all else ids[:-1]
             request.groups.append(group)
         return request
+
+    def _seed(self, ids: tuple[int, ...], config: GenerationConfig) -> int:
+        """The request's seed, the same on all ranks that hold the model, which must have been given the same request.
+
+        Raises:
+            RequestError: this rank was given another request than the one that samples.
+        """
+        seed = secrets.randbits(62) if config.seed is None else config.seed
+        if self.built.agree is None:
+            return seed
+        mine = int(digest([list(ids), config])[:15], 16)
+        theirs, seed = self.built.agree(torch.tensor([mine, seed], device=self.built.device)).tolist()
+        if mine != theirs:
+            raise RequestError(
+                asked=f"a continuation of {len(ids)} tokens over several ranks",
+                found="another prompt or other settings than on the rank that samples",
+                rule="all ranks that hold a model are given the same requests in the same order",
+                fix="read the input on one rank and send it to the others, or seed what shuffles it",
+            )
+        return seed
 
     def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -828,6 +851,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     observe: Observer = ignore,
+    mesh: DeviceMesh | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine for `nano` (bundled), a checkpoint directory, or a Hugging Face hub id.
@@ -835,6 +859,7 @@ def load(
     Args:
         dtype: float32, bfloat16 or float16; None keeps the checkpoint's. `torch_dtype` is the older spelling.
         observe: called with progress events and warnings.
+        mesh: the ranks over which `layout` spreads the model; each of them makes an engine and drives it alike.
         settings: further fields of `RunConfig` (device, context, max_rows, loop, ...) and of `CompileSpec` (backend,
             threads, ...).
 
@@ -851,4 +876,4 @@ def load(
             fix="give one of them",
         )
     run = run_config(model, names[0] or names[1], **settings)
-    return Engine(build(run, observe))
+    return Engine(build(run, observe, mesh=mesh))

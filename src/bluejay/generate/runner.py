@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from bluejay.build import Built, Program
 from bluejay.generate.buckets import fit
 from bluejay.generate.steps import DecodeStep, GenerationStep, PrefillStep, Rows, flatten
-from bluejay.models import KVCache
+from bluejay.models import Block, KVCache
 
 # Without a compiler a new shape costs nothing, so a step looks at few more slots than are in use: multiples of this.
 EAGER_SLOTS = 64
@@ -95,7 +96,16 @@ class Runner:
         self.seconds = Seconds()
         storage = built.device if built.has_weights else torch.device("meta")
         self.rows = Rows.allocate(run.max_rows, config.vocab_size, storage)
-        self.cache = KVCache(config, run.max_rows, built.context, built.dtype, storage)
+        blocks = list(built.model.transformer.h)  # of a planned model, those that this rank holds
+        self.cache = KVCache(
+            config,
+            run.max_rows,
+            built.context,
+            built.dtype,
+            storage,
+            num_layers=len(blocks),
+            num_heads=cast(Block, blocks[0]).attn.n_head if blocks else config.n_head,
+        )
         self.batch_buckets = (*(b for b in run.batch_buckets if b < run.max_rows), run.max_rows)
         self.prefill_buckets = run.prefill_buckets
         self.compiled = run.compile.backend != "eager"
@@ -164,10 +174,11 @@ class Runner:
         return self._programs[call]
 
     def _step(self, call: Call) -> GenerationStep:
+        model, agree = self.built.model, self.built.agree
         if isinstance(call, PrefillCall):
             # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
-            return PrefillStep(self.built.model, greedy=False, ranked=call.ranked, score=call.score)
-        return DecodeStep(self.built.model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled)
+            return PrefillStep(model, greedy=False, ranked=call.ranked, score=call.score, agree=agree)
+        return DecodeStep(model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled, agree=agree)
 
     def _examples(self, call: Call) -> tuple[Tensor, ...]:
         """Tensors of the shapes that the call's program takes."""

@@ -8,6 +8,7 @@ Dimension letters: B rows, T tokens of a chunk, I device iterations, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -125,16 +126,20 @@ class GenerationStep(nn.Module):
     Args:
         greedy: every row has temperature 0, so the step needs no sort.
         ranked: number of likeliest tokens to return with their log-probabilities; 0 returns none.
+        agree: gives every rank what the one that samples has chosen, when several hold the model.
     """
 
-    def __init__(self, model: GPTJ, *, greedy: bool, ranked: int = 0) -> None:
+    def __init__(
+        self, model: GPTJ, *, greedy: bool, ranked: int = 0, agree: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.greedy, self.ranked = model, greedy, ranked
+        self.model, self.greedy, self.ranked, self.agree = model, greedy, ranked, agree
 
     def unflatten(self, flat: tuple[Tensor, ...]) -> tuple[Rows, KVCache]:
         """Rows, then the cache's lengths, keys and values, in the order of `flatten`."""
-        num_fields, num_layers = len(fields(Rows)), self.model.config.n_layer
+        num_fields = len(fields(Rows))
         lengths, *storage = flat[num_fields:]
+        num_layers = len(storage) // 2
         cache = KVCache.of(list(storage[:num_layers]), list(storage[num_layers:]), lengths)
         return Rows(*flat[:num_fields]), cache
 
@@ -142,8 +147,12 @@ class GenerationStep(nn.Module):
         """Next tokens [B], and with `ranked`: log-probabilities [B], values [B, K], tokens [B, K]."""
         tokens = sample(logits, seen, rows.step, rows.sampling, greedy=self.greedy)
         if not self.ranked:
-            return (tokens,)
-        return (tokens, *rank_tokens(logits, tokens, seen, rows.step, rows.sampling, self.ranked))
+            return self.agreed(tokens)
+        return self.agreed(tokens, *rank_tokens(logits, tokens, seen, rows.step, rows.sampling, self.ranked))
+
+    def agreed(self, *chosen: Tensor) -> tuple[Tensor, ...]:
+        """What was chosen, as every rank has it."""
+        return chosen if self.agree is None else tuple(self.agree(tensor) for tensor in chosen)
 
 
 def flatten(rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
@@ -157,8 +166,16 @@ class PrefillStep(GenerationStep):
     With `score`, also the log-probability of each chunk token's successor, `targets` (the prompt shifted by one).
     """
 
-    def __init__(self, model: GPTJ, *, greedy: bool, ranked: int = 0, score: bool = False) -> None:
-        super().__init__(model, greedy=greedy, ranked=ranked)
+    def __init__(
+        self,
+        model: GPTJ,
+        *,
+        greedy: bool,
+        ranked: int = 0,
+        score: bool = False,
+        agree: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(model, greedy=greedy, ranked=ranked, agree=agree)
         self.score = score
 
     def forward(
@@ -177,14 +194,22 @@ class PrefillStep(GenerationStep):
         chosen = self.choose(logits[torch.arange(len(last), device=last.device), last], seen, rows)
         logprobs = logits.float().log_softmax(-1)
         values, tokens = logprobs.topk(max(self.ranked, 1), dim=-1)
-        return (*chosen, logprobs.gather(2, targets[:, :, None])[:, :, 0], values, tokens)
+        return (*chosen, *self.agreed(logprobs.gather(2, targets[:, :, None])[:, :, 0], values, tokens))
 
 
 class DecodeStep(GenerationStep):
     """`iterations` new tokens per row in one call; a row that ends inside freezes there."""
 
-    def __init__(self, model: GPTJ, *, greedy: bool, ranked: int = 0, iterations: int = 1) -> None:
-        super().__init__(model, greedy=greedy, ranked=ranked)
+    def __init__(
+        self,
+        model: GPTJ,
+        *,
+        greedy: bool,
+        ranked: int = 0,
+        iterations: int = 1,
+        agree: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(model, greedy=greedy, ranked=ranked, agree=agree)
         self.iterations = iterations
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:

@@ -72,12 +72,18 @@ class KVCache(nn.Module):
         num_slots: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        num_layers: int | None = None,
+        num_heads: int | None = None,
     ) -> None:
+        """A cache for all of a model's layers and heads, or for the part of them that a device holds."""
         super().__init__()
+        num_layers = config.n_layer if num_layers is None else num_layers
+        num_heads = config.n_head if num_heads is None else num_heads
         # Left uninitialized: memory is only committed where tokens are written, and unused slots are never read.
-        shape = (num_rows, config.n_head, 1 + num_slots, config.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        shape = (num_rows, num_heads, 1 + num_slots, config.head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.register_buffer("lengths", aligned_rows(num_rows, (), 0, torch.int64, device), persistent=False)
 
     @property

@@ -3,7 +3,8 @@
 from bluejay.parallel.apply import apply, take_piece
 from bluejay.parallel.collectives import IGNORED, cross_entropy_sum
 from bluejay.parallel.cut import cut_model, cut_part
-from bluejay.parallel.mesh import build_mesh, group_of, join, leave, place_of
+from bluejay.parallel.generate import agreement
+from bluejay.parallel.mesh import Rank, build_mesh, from_first, group_of, join, leave, place_of
 from bluejay.parallel.partition import balance, even_shares, nearest_shares, share_layers
 from bluejay.parallel.plan import Memory, Plan, Stage, Traffic, packed_bytes, plan, propose
 from bluejay.parallel.rows import PADDING, collect, deal
@@ -17,9 +18,11 @@ __all__ = [
     "Memory",
     "Plan",
     "PlannedStep",
+    "Rank",
     "Replicas",
     "Stage",
     "Traffic",
+    "agreement",
     "apply",
     "balance",
     "bubble",
@@ -30,6 +33,7 @@ __all__ = [
     "cut_part",
     "deal",
     "even_shares",
+    "from_first",
     "group_of",
     "in_flight",
     "join",

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bluejay.models import GPTJ
 from bluejay.parallel.cut import cut_model
+from bluejay.parallel.generate import StageOfGPTJ
 from bluejay.parallel.mesh import AXES, group_of, place_of
 from bluejay.parallel.plan import Plan
 
@@ -28,6 +29,10 @@ def apply(model: GPTJ, plan: Plan, mesh: DeviceMesh) -> list[GPTJ]:
         take_piece(model, first, stop, stage.has_embedding and i == 0, stage.has_head and i == last)
         for i, (first, stop) in enumerate(stage.pieces)
     ]
+    if plan.workload.job == "generate":
+        for piece in pieces:
+            if isinstance(piece, StageOfGPTJ):
+                piece.place(mesh)
     if plan.layout.tensor > 1:
         for piece in pieces:
             cut_model(piece, place["tensor"], plan.layout.tensor, group_of(mesh, AXES[2]))
@@ -37,13 +42,13 @@ def apply(model: GPTJ, plan: Plan, mesh: DeviceMesh) -> list[GPTJ]:
 def take_piece(model: GPTJ, first: int, stop: int, has_embedding: bool, has_head: bool) -> GPTJ:
     """Layers `first` to `stop` of a model, with or without its two ends, as modules of the same names.
 
-    The modules are the model's own. Without both ends a piece has no `forward` of its own; `locate`, `embed`, its
-    blocks and `logits` are called by whoever passes the vectors on.
+    The modules are the model's own. A piece's `forward` is that of a stage that generates, once it is placed; training
+    calls its `locate`, `embed`, blocks and `logits` and passes the vectors on itself.
     """
     if first == 0 and stop == model.config.n_layer and has_embedding and has_head:
         return model
     with torch.device("meta"):
-        piece = GPTJ(replace(model.config, n_layer=1))
+        piece = StageOfGPTJ(replace(model.config, n_layer=1))
     piece.config = model.config
     layers = nn.ModuleList()
     for number, block in list(model.transformer.h.named_children())[first:stop]:

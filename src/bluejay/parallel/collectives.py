@@ -17,6 +17,16 @@ IGNORED = -100  # a target that is nobody's to predict
 Group = dist.ProcessGroup | None
 
 
+class Ranks:
+    """A group as a module keeps it: copies of the module are on the same ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
 class _CopyIn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bluejay.models import GPTJ, Block, LayerCache, Where, cut_dim
-from bluejay.parallel.collectives import Group, copy_in, gather_last, sum_out
+from bluejay.parallel.collectives import Group, Ranks, copy_in, gather_last, sum_out
 from bluejay.quant import PackedWeight, QuantizedLinear, pack
 
 
@@ -23,14 +23,14 @@ class CutEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, first: int, group: Group) -> None:
         super().__init__()
-        self.weight, self.first, self.group = weight, first, group
+        self.weight, self.first, self.ranks = weight, first, Ranks(group)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B, T] to vectors [B, T, E]."""
         row = ids - self.first
         is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
-        return sum_out(found.masked_fill(is_elsewhere[..., None], 0), self.group)
+        return sum_out(found.masked_fill(is_elsewhere[..., None], 0), self.ranks.group)
 
 
 class Product(nn.Module):
@@ -57,11 +57,11 @@ class CutHead(Product):
 
     def __init__(self, linear: nn.Module, first: int, vocab_size: int, group: Group) -> None:
         super().__init__(linear)
-        self.first, self.vocab_size, self.group = first, vocab_size, group
+        self.first, self.vocab_size, self.ranks = first, vocab_size, Ranks(group)
 
     def part(self, x: Tensor) -> Tensor:
         """This device's columns [..., V/t]; those beyond the vocabulary are -inf."""
-        logits = super().forward(copy_in(x, self.group)) + self.bias
+        logits = super().forward(copy_in(x, self.ranks.group)) + self.bias
         if self.first + logits.shape[-1] > self.vocab_size:
             columns = torch.arange(logits.shape[-1], device=logits.device)
             logits = logits.masked_fill(columns >= self.vocab_size - self.first, -torch.inf)
@@ -69,7 +69,7 @@ class CutHead(Product):
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors [..., E] to all logits [..., V], on every device."""
-        return gather_last(self.part(x), self.group)[..., : self.vocab_size]
+        return gather_last(self.part(x), self.ranks.group)[..., : self.vocab_size]
 
 
 class CutBlock(nn.Module):
@@ -79,11 +79,11 @@ class CutBlock(nn.Module):
         super().__init__()
         self.ln_1, self.attn, self.mlp, self.drop = block.ln_1, block.attn, block.mlp, block.drop
         self.mlp.fc_out = Product(block.mlp.fc_out)  # type: ignore[assignment]
-        self.group = group
+        self.ranks = Ranks(group)
 
     def forward(self, x: Tensor, where: Where, cache: LayerCache | None) -> Tensor:
-        normed = copy_in(self.ln_1(x), self.group)
-        both = sum_out(self.attn(normed, where, cache) + self.mlp(normed), self.group)
+        normed = copy_in(self.ln_1(x), self.ranks.group)
+        both = sum_out(self.attn(normed, where, cache) + self.mlp(normed), self.ranks.group)
         return self.drop(both + self.mlp.fc_out.bias) + x
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them without exporting them
 from torch.distributed.device_mesh import DeviceMesh
 
 from bluejay.config import Layout
-from bluejay.errors import ConfigError
+from bluejay.errors import ConfigError, MachineError
 from bluejay.parallel.collectives import Group
+
+T = TypeVar("T")
 
 AXES = ("replica", "stage", "tensor")  # neighbors in rank share layers: the axis that moves most bytes is innermost
 
@@ -45,16 +51,64 @@ def place_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(AXES, coordinate, strict=True))
 
 
-def join(rank: int, num_ranks: int, address: str, device_type: str = "cpu", timeout_seconds: float = 1800) -> None:
-    """Join the other ranks at `address` (host:port). gloo between CPUs, NCCL between GPUs."""
+@dataclass(frozen=True)
+class Rank:
+    """One process of several, and where they meet.
+
+    Attributes:
+        host, port: where rank 0, or a launcher before it, keeps the store that ranks find each other through.
+        keeps_store: false when a launcher keeps it.
+    """
+
+    index: int
+    count: int
+    host: str
+    port: int
+    keeps_store: bool = True
+
+
+def join(rank: Rank, asked: str = "", device_type: str = "cpu", timeout_seconds: float = 600) -> None:
+    """Join the other ranks: gloo between CPUs, NCCL between GPUs.
+
+    Args:
+        asked: what this rank was asked to do, in one spelling; all ranks must have been asked the same.
+
+    Raises:
+        ConfigError: another rank was asked something else; before the first collective, so that none waits.
+        MachineError: not all ranks came.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        keeps = rank.index == 0 and rank.keeps_store
+        store = TCPStore(rank.host, rank.port, rank.count, keeps, timeout)
+        mine = hashlib.sha256(asked.encode()).hexdigest()
+        store.set(f"asked/{rank.index}", mine)
+        theirs = [store.get(f"asked/{i}").decode() for i in range(rank.count)]
+    except dist.DistError as error:
+        raise MachineError(
+            asked=f"join {rank.count} ranks at {rank.host}:{rank.port} as rank {rank.index}",
+            found=str(error).splitlines()[0],
+            rule=f"all ranks come within {timeout_seconds:.0f} seconds",
+            fix="look for the rank that did not start, and for a firewall between the hosts",
+        ) from None
+    if different := [i for i, digest in enumerate(theirs) if digest != theirs[0]]:
+        raise ConfigError(
+            asked=f"one job on {rank.count} ranks",
+            found=f"rank {different[0]} was asked something else than rank 0",
+            rule="every rank runs the same model, settings and version on the same input",
+            fix="start all ranks with the same command, files and installation",
+        )
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=timeout_seconds),
+        backend, store=PrefixStore("bluejay", store), rank=rank.index, world_size=rank.count, timeout=timeout
     )
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value, on every rank; any picklable object."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def leave() -> None:

@@ -323,7 +323,8 @@ def _degrees(config: ModelConfig) -> list[int]:
 def _cuts_on_groups(config: ModelConfig, workload: Workload, tensor: int) -> bool:
     if not workload.quantize or tensor == 1:
         return True
-    return all(width % tensor == 0 and width // tensor % workload.group_size == 0 for width in _inner_widths(config))
+    group = workload.group_size
+    return group > 0 and all(n % tensor == 0 and n // tensor % group == 0 for n in _inner_widths(config))
 
 
 def _inner_widths(config: ModelConfig) -> tuple[int, int]:
@@ -370,7 +371,8 @@ def _unit_costs(config: ModelConfig, workload: Workload) -> tuple[float, float, 
     if workload.job == "generate":
         matrices, head = costs.block_matrix_elements(config), config.n_embd * config.vocab_size
         cache = workload.rows * workload.context * 2 * config.n_embd * item
-        per_element = 0.5 + 4 / workload.group_size if workload.quantize else item
+        group = config.n_embd if workload.group_size == -1 else workload.group_size
+        per_element = 0.5 + 4 / group if workload.quantize else item
         return matrices * per_element + cache, workload.rows * config.n_embd * item, head * per_element
     tokens = workload.context
     layer = costs.prefill_flops(replace(config, n_layer=1), tokens, num_logits=0)
@@ -535,14 +537,14 @@ class _Held:
 def packed_bytes(num_outputs: int, num_inputs: int, group_size: int) -> int:
     """Bytes of a matrix in 4-bit groups: outputs padded to 16, inputs to 8, an fp16 scale and bias per group."""
     padded_outputs = -(-num_outputs // 16) * 16
-    return padded_outputs * (-(-num_inputs // 8) * 4 + -(-num_inputs // group_size) * 4)
+    num_groups = 1 if group_size == -1 else -(-num_inputs // group_size)
+    return padded_outputs * (-(-num_inputs // 8) * 4 + num_groups * 4)
 
 
 def _bubble(layout: Layout, workload: Workload) -> float:
-    """Fraction of the time that a stage waits. In generation a stage waits unless there is a row for each stage."""
-    if workload.job == "generate":
-        return 1 - min(workload.rows, layout.num_stages) / layout.num_stages
-    return bubble(layout.num_stages, layout.micro_batches, layout.chunks)
+    """Fraction of a pass that a stage waits. In generation rows go through in as many groups as there are stages."""
+    num_groups = min(workload.rows, layout.num_stages) if workload.job == "generate" else layout.micro_batches
+    return bubble(layout.num_stages, num_groups, layout.chunks)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------

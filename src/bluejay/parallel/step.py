@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 from bluejay.errors import ConfigError
@@ -25,7 +23,8 @@ from bluejay.parallel.plan import Plan
 
 T = TypeVar("T")
 
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+# The names of torch's classes. They are imported where they are used: half a second that planning does without.
+_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 
 
 class Replicas:
@@ -84,7 +83,7 @@ class _Forward(nn.Module):
         head: nn.Module = self.piece.lm_head
         hidden = self.piece.transformer.ln_f(x).flatten(0, 1)
         if isinstance(head, CutHead):
-            return cross_entropy_sum(head.part(hidden), targets.flatten(), head.first, head.group)
+            return cross_entropy_sum(head.part(hidden), targets.flatten(), head.first, head.ranks.group)
         return cross_entropy_sum(head(hidden), targets.flatten())
 
 
@@ -183,6 +182,8 @@ class PlannedStep:
 
     def _schedule(self, ids: Tensor) -> Any:
         """torch's schedule for batches of this shape; its stages keep buffers for what they receive."""
+        from torch.distributed import pipelining
+
         layout = self.plan.layout
         num_rows, width = ids.shape
         if num_rows % layout.micro_batches:
@@ -201,7 +202,7 @@ class PlannedStep:
             hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
             first = torch.empty(rows, width, dtype=torch.int64, device="meta")
             stages = [
-                PipelineStage(
+                pipelining.PipelineStage(
                     forward,
                     chunk * layout.num_stages + self._stage,
                     self._num_pieces,
@@ -212,7 +213,7 @@ class PlannedStep:
                 )
                 for chunk, forward in enumerate(self._forwards)
             ]
-            made: Any = _SCHEDULES[layout.schedule]
+            made = getattr(pipelining, _SCHEDULES[layout.schedule])
             self._schedules[key] = made(
                 stages if layout.chunks > 1 else stages[0],
                 layout.micro_batches,
@@ -226,6 +227,8 @@ class PlannedStep:
 
         Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
         """
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         whole = self._forwards[0]
         for block in whole.piece.transformer.h:
             fully_shard(block, mesh=mesh["replica"])
