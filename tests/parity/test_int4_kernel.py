@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from bluejay import kernels
-from bluejay.compile import Store, compile
-from bluejay.config import CompileSpec
 from bluejay.errors import MachineError
 
 PATHS = ("portable", "avx2", "avx512", "torch", "reference")
@@ -280,24 +278,22 @@ from bluejay.compile import Store, compile
 from bluejay.config import CompileSpec
 
 kernels.ensure(Path(sys.argv[2]), force=True)
-store, x = Store(Path(sys.argv[2])), random(5, 72)
-program = compile(Linear(), (x,), CompileSpec(), store)
-assert not program.was_compiled
-torch.save(program.bind(Linear())(x), sys.argv[3])
+program = compile(Linear(), (random(5, 72),), CompileSpec(), Store(Path(sys.argv[2])))
+torch.save((program.was_compiled, program.bind(Linear())(random(5, 72))), sys.argv[3])
 """
 
 
 def test_inside_a_compiled_program(program_folder: str, tmp_path: Path) -> None:
     """Catches an operation that tracing takes apart or that a program finds only where it was compiled: the program
     equals eager, and does so again in a new process that finds it and the kernels in the store."""
-    module, x = Linear(), random(5, 72)
-    store = Store(Path(program_folder))
-    program = compile(module, (x,), CompileSpec(), store)
-    expected = module(x)
-    for result, wanted in zip(program.bind(module)(x), expected, strict=True):
-        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
-    file = tmp_path / "results"
-    arguments = [str(Path(__file__).parent), program_folder, str(file)]
-    subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS, *arguments], check=True)
-    for result, wanted in zip(torch.load(file), program.bind(module)(x), strict=True):
-        assert torch.equal(result, wanted)
+    expected = Linear()(random(5, 72))
+    results = []
+    for file in (tmp_path / "first", tmp_path / "second"):
+        arguments = [str(Path(__file__).parent), program_folder, str(file)]
+        subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS, *arguments], check=True)
+        results.append(torch.load(file))
+    (was_compiled, made), (was_compiled_again, found) = results
+    assert (was_compiled, was_compiled_again) == (True, False)
+    for first, second, eager in zip(made, found, expected, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, eager, rtol=1e-5, atol=1e-5)
