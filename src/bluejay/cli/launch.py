@@ -102,10 +102,10 @@ def ranks(layout: Layout, asked: Sequence[Any], device: str) -> Iterator[DeviceM
 
 
 def start_ranks(argv: Sequence[str], count: int) -> int:
-    """Run this command as `count` local ranks, and return the exit code of a job that went well.
+    """Run this command as `count` local ranks; returns 0, or the exit code of the first rank, which has said why.
 
     Raises:
-        RankError: a rank failed or was killed; the others were ended.
+        RankError: another rank failed or was killed; the others were ended.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -164,7 +164,10 @@ def _watch(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> int:
     time.sleep(10 * POLL_SECONDS)  # whose connection broke because of it may fail in the same moment
     codes = [process.poll() for process in processes]
     killed = [index for index, code in enumerate(codes) if code is not None and code < 0]
-    failed = killed or [index for index, code in enumerate(codes) if code]
+    others = [index for index, code in enumerate(codes) if code and index > 0]
+    if not killed and codes[0] and (not others or codes[0] == 2):
+        return codes[0]
+    failed = killed or others
     code = codes[failed[0]] or 1
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     words = logs[failed[0]].read_text(errors="replace")[-LAST_WORDS:].strip() if logs[failed[0]].exists() else ""
