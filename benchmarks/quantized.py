@@ -46,17 +46,18 @@ class Drawn:
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in GPTJ(config).named_parameters()}
         self.tensors = {n: TensorInfo(n, shape, torch.bfloat16, "config.json") for n, shape in shapes.items()}
-        self.seconds = 0.0  # spent on drawing
+        self.seconds = self.cpu_seconds = 0.0  # spent on drawing
         self._generator = torch.Generator().manual_seed(0)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         shape = (stop - start, *self.tensors[name].shape[1:])
         if len(shape) > 1:
             drawn = torch.empty(shape).normal_(0, 0.02, generator=self._generator).bfloat16()
         else:
             drawn = torch.full(shape, float(name.endswith(("ln_1.weight", "ln_f.weight"))), dtype=torch.bfloat16)
         self.seconds += time.perf_counter() - started
+        self.cpu_seconds += time.process_time() - busy
         return drawn
 
 
@@ -77,12 +78,14 @@ def make(options: argparse.Namespace) -> dict[str, Any]:
     target = packed_folder(options)
     shutil.rmtree(target, ignore_errors=True)
     source: Any = Drawn(config_of(options.layers), tokenizer)
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     quantize_checkpoint(source, target, QuantSpec(group_size=options.group))
-    seconds = time.perf_counter() - started
+    seconds, busy = time.perf_counter() - started, time.process_time() - busy
     return {
         "quantize_seconds": seconds - source.seconds,
+        "quantize_cpu_seconds": busy - source.cpu_seconds,
         "drawing_seconds": source.seconds,
+        "threads": torch.get_num_threads(),
         "file_bytes": (target / "model.int4.safetensors").stat().st_size,
         "peak_memory_bytes": peak_bytes(),
     }

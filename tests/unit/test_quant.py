@@ -45,6 +45,20 @@ def test_every_element_is_within_half_a_step(dtype: torch.dtype) -> None:
     assert bool(half.isfinite().all())
 
 
+def test_next_to_the_middle_of_two_codes() -> None:
+    """Codes computed in fp32, where a weight just beyond the middle is taken for the middle, and then for the farther
+    code. A step of the smallest kind is enough to break the bound."""
+    generator = torch.Generator().manual_seed(4)
+    extremes = torch.randn(500, 2, generator=generator).sort(dim=1).values * torch.tensor([3.0, 1.0])
+    _, scales, biases = quantize(extremes, -1)
+    middles = (biases.double() + scales.double() * (torch.arange(15) + 0.5)).float()
+    below, above = (torch.nextafter(middles, torch.tensor(side)) for side in (-math.inf, math.inf))
+    groups = torch.cat((extremes, middles, below, above), dim=1)
+    groups = groups.clamp(extremes[:, :1], extremes[:, 1:])  # the range, and so scale and bias, stays
+    error, half = errors(groups, -1)
+    assert bool((error <= half).all())
+
+
 @settings(max_examples=60)
 @given(st.lists(st.floats(-65280, 65280, width=32), min_size=16, max_size=40), st.sampled_from(DTYPES))
 def test_the_bound_holds_for_any_numbers(values: list[float], dtype: torch.dtype) -> None:
