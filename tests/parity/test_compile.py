@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ from torch import Tensor, nn
 
 from bluejay.compile import Executable, SignatureError, Store, compile
 from bluejay.compile.lowering import FewRows
+from bluejay.compile.signature import named_weights
 from bluejay.config import CompileSpec, ModelConfig
 from bluejay.errors import ConfigError, MachineError
 from bluejay.events import Event
 from bluejay.models import GPTJ, KVCache
+from bluejay.quant import QuantizedLinear
 
 EAGER = CompileSpec(backend="eager")
 WINDOW = 24
@@ -286,6 +291,58 @@ def test_parts_keep_views_and_changes_apart(store: Store) -> None:
     with torch.no_grad():
         assert_same(bound(*ours), module(*theirs))
     assert_same(ours, theirs)
+
+
+class Packed(nn.Module):
+    """Equal layers whose products are one custom operation over packed integers."""
+
+    def __init__(self, path: str = "auto") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(QuantizedLinear(20, 20, 8, path=path) for _ in range(3))
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in named_weights(self).items():
+            if name.endswith("codes"):
+                tensor.random_(-(2**31), 2**31 - 1, generator=generator)
+            else:
+                tensor.data.normal_(0, 0.1, generator=generator)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return (x,)
+
+
+# The same program in a process of its own, which never saw it compiled.
+ELSEWHERE = """
+import json, sys, torch
+from importlib import import_module
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from bluejay.compile import Store, compile
+from bluejay.config import CompileSpec
+module, x = import_module(sys.argv[2]).Packed(), torch.linspace(-1, 1, 40).reshape(2, 20)
+store = Store(Path(sys.argv[3]))
+bound = compile(module, (x,), CompileSpec(blocks="shared", threads=1), store).bind(module)
+print(json.dumps([store.compilations, bound(x)[0].tolist()]))
+"""
+
+
+def test_custom_operations_in_shared_layers(store: Store) -> None:
+    """Catches packed integers bound to the wrong layer, an operation that the cut or the package loses, and a library
+    whose description of that operation stays behind: then it runs in the process that made it and in no other."""
+    module, x = Packed(), torch.linspace(-1, 1, 40).reshape(2, 20)
+    executable = compile(module, (x,), CompileSpec(blocks="shared", threads=1), store)
+    plan = executable.manifest["plan"]
+    assert ([number for number, *_ in plan["calls"]], len(plan["programs"])) == ([0, 0, 0], 1)
+    assert (
+        sorted(spec.dtype for spec in executable.signature.weights) == ["float16"] * 6 + ["float32"] * 3 + ["int32"] * 3
+    )
+    torch.testing.assert_close(executable.bind(module)(x), module(x))
+    command = [sys.executable, "-c", ELSEWHERE, str(Path(__file__).parent), __name__, str(store.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    compilations, found = json.loads(done.stdout)
+    assert compilations == 0
+    torch.testing.assert_close(torch.tensor(found), module(x)[0])
 
 
 # ---- the two rewritten operations ----------------------------------------------------------------------------------

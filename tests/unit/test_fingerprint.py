@@ -20,6 +20,7 @@ from bluejay.compile import Environment, TensorSpec, environment, fingerprint, s
 from bluejay.config import CompileSpec, ModelConfig
 from bluejay.errors import ConfigError
 from bluejay.models import GPTJ
+from bluejay.quant import QuantizedLinear
 
 HERE = Environment(
     system="Linux x86_64",
@@ -164,6 +165,13 @@ def test_identity_counts_at_any_depth(model: GPTJ) -> None:
     assert len(keys | {key(model)}) == 5
 
 
+def test_the_path_of_a_kernel_and_the_sizes_of_its_groups_count() -> None:
+    """Catches a four-bit layer forced onto one kernel that runs another, because their packed weights are alike."""
+    layers = [QuantizedLinear(32, 16, size, path=path) for size in (8, 16) for path in ("auto", "torch", "reference")]
+    assert len({key(layer) for layer in layers}) == 6
+    assert key(QuantizedLinear(32, 16, 8)) == key(layers[0])
+
+
 def test_hooks_count(model: GPTJ) -> None:
     """Catches a forward hook that changes the graph and not the key."""
     base = key(model)
@@ -274,7 +282,11 @@ def package(tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "bluejay", ignore=ignored))
 
 
-@pytest.mark.parametrize("file", ["compile/lowering.py", "compile/inductor.py", "models/gptj.py", "config/model.py"])
+OURS = ["compile/lowering.py", "compile/include/regex", "models/gptj.py", "config/model.py"]
+OURS += ["kernels/int4.py", "kernels/csrc/int4.cpp", "quant/linear.py"]
+
+
+@pytest.mark.parametrize("file", OURS)
 def test_a_byte_of_our_own_code_counts(model: GPTJ, package: Path, file: str) -> None:
     """Catches a program of yesterday's lowering that answers for today's. B-49."""
     before = key(model, package_folder=package)

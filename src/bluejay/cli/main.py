@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -41,6 +42,10 @@ app.add_typer(bench)
 app.add_typer(cache)
 
 
+# What a stream that cannot be written says: a full disk, a closed or a broken one.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG)
+
+
 @app.callback(invoke_without_command=True)
 def program(
     context: typer.Context,
@@ -59,11 +64,10 @@ def program(
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        return _answer(sys.argv[1:] if argv is None else list(argv))
+        code = _answer(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
-        return _interrupted()
-    finally:
-        _close_output()
+        code = _interrupted()
+    return code if _close_output() else 1
 
 
 def _answer(argv: list[str]) -> int:
@@ -85,11 +89,20 @@ def _answer(argv: list[str]) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 1
-    except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
-        text = f"unexpected {type(error).__name__}: {first_line}\n  do: run again with --debug for the traceback"
-        _report(text, {"code": "unexpected", "found": f"{type(error).__name__}: {first_line}"}, as_json, debug)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            return _unexpected(error, as_json, debug)
+        _report(f"standard output: {error.strerror}", {"code": "output", "found": str(error.strerror)}, False, debug)
         return 1
+    except Exception as error:
+        return _unexpected(error, as_json, debug)
+
+
+def _unexpected(error: Exception, as_json: bool, debug: bool) -> int:
+    first_line = next(iter(str(error).splitlines()), "")
+    text = f"unexpected {type(error).__name__}: {first_line}\n  do: run again with --debug for the traceback"
+    _report(text, {"code": "unexpected", "found": f"{type(error).__name__}: {first_line}"}, as_json, debug)
+    return 1
 
 
 def _report(text: str, data: dict[str, str], as_json: bool, debug: bool) -> None:
@@ -111,11 +124,14 @@ def _interrupted() -> int:
     return 130
 
 
-def _close_output() -> None:
-    """Flush, and when nobody reads any more, keep the interpreter from complaining about it on its way out."""
-    if sys.stdout is None:  # closed by whoever started us
-        return
+def _close_output() -> bool:
+    """Flush; whether all was written. If not, keep the interpreter from complaining about it on its way out."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+        return True
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # nobody reads any more, which is no failure of ours
+            return True
+        print(f"bluejay: standard output: {error.strerror}", file=sys.stderr)
+        return False

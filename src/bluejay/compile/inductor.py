@@ -34,6 +34,9 @@ _TRIAL = """#include <cmath>
 extern "C" double one() { return std::vector<double>(1, std::cos(0.0))[0]; }
 """
 
+# What compilers said to the first program of ours that they could not build.
+_failed: dict[str, str] = {}
+
 
 def options(device: str, threads: int, cxx: str) -> dict[str, Any]:
     """What we ask of Inductor. A constant here needs no place in a fingerprint: this file's bytes have one."""
@@ -77,9 +80,17 @@ def build(part: Part, folder: Path, name: str, device: str, threads: int, cxx: s
     shutil.rmtree(work)
 
 
-@cache
 def compiler_problem(cxx: str) -> str:
-    """What keeps a compiler that answers from building, in its own words, or nothing. A tenth of a second, once."""
+    """What keeps a compiler that answers from building, in its own words, or nothing.
+
+    One that has failed at a program is not asked for another by this process: each would take seconds to fail.
+    """
+    return _failed.get(cxx) or _trial(cxx)
+
+
+@cache
+def _trial(cxx: str) -> str:
+    """What the compiler says to the least it must build. A tenth of a second, once."""
     with tempfile.TemporaryDirectory(prefix="bluejay-") as folder:
         source = Path(folder, "trial.cpp")
         source.write_text(_TRIAL)
@@ -108,6 +119,7 @@ def _compiler_errors(cxx: str) -> Iterator[None]:
         problem = _problem_within(error)
         if problem is None:
             raise
+        _failed[cxx] = problem
         raise cannot_build(cxx, problem) from error
 
 
