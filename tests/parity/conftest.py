@@ -52,10 +52,10 @@ def engine_of() -> MakeEngine:
 
 @pytest.fixture
 def make_engine(tiny_model: GPTJ, engine_of: MakeEngine) -> MakeEngine:
-    """An engine over the tiny model; `eos` names its end-of-text ids."""
+    """An engine over the tiny model; `eos` names its end-of-text ids, and its window may be another."""
 
-    def make(eos: tuple[int, ...] = (), **run: Any) -> Engine:
-        tiny_model.config = replace(tiny_model.config, eos_token_ids=eos)
+    def make(eos: tuple[int, ...] = (), window: int = 32, **run: Any) -> Engine:
+        tiny_model.config = replace(tiny_model.config, eos_token_ids=eos, n_positions=window)
         return engine_of(tiny_model, **run)
 
     return make

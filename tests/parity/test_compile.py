@@ -265,9 +265,10 @@ def test_without_a_compiler(tmp_path: Path, make: Callable[..., Executable], sto
 class Growing(nn.Module):
     """Layers with values of several kinds across their borders: views of inputs, in-place changes, reused results."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: int = 1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.end = end
 
     def forward(self, x: Tensor, count: Tensor, total: Tensor) -> tuple[Tensor, ...]:
         last, early = count[:, -1], x * 2  # a view of an input that changes below; a value used at the very end
@@ -275,22 +276,34 @@ class Growing(nn.Module):
             x = layer(x) + last[:, None]
             count.add_(1)
             total[:, 0] += x.sum(-1)
-        return x, early, total.sum(1)
+        return x, early, total.sum(1) * self.end
 
 
 def test_parts_keep_views_and_changes_apart(store: Store) -> None:
-    """Catches a cut that turns a view into a copy, so that a later part no longer sees what an earlier one changed."""
+    """Catches a cut that turns a view into a copy, so that a later part no longer sees what an earlier one changed; and
+    parts that two programs have in common and are compiled for each."""
 
     def tensors() -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         return torch.randn(2, 4), torch.randn(2, 3), torch.zeros(2, 2)
 
-    module = Growing()
-    bound = compile(module, tensors(), CompileSpec(blocks="shared", threads=1), store).bind(module)
-    ours, theirs = tensors(), tensors()
-    with torch.no_grad():
-        assert_same(bound(*ours), module(*theirs))
-    assert_same(ours, theirs)
+    for end in (1, 2):
+        module = Growing(end)
+        before = len(store.parts.entries())
+        bound = compile(module, tensors(), CompileSpec(blocks="shared", threads=1), store).bind(module)
+        ours, theirs = tensors(), tensors()
+        with torch.no_grad():
+            assert_same(bound(*ours), module(*theirs))
+        assert_same(ours, theirs)
+    assert len(store.parts.entries()) == before + 1  # what comes before and in the layers is that of the first
+
+
+def test_a_program_outlives_its_parts(make: Callable[..., Executable], store: Store) -> None:
+    """Catches an entry that needs more than its own folder: parts are there to save compiling, and go at any time."""
+    make(3, 1, "shared")
+    store.parts.clear()
+    assert not make(3, 1, "shared").was_compiled
+    assert [info.problem for info in store.entries(verify=True) if info.problem] == []
 
 
 class Packed(nn.Module):

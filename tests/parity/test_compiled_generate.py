@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from bluejay.compile.graph import trace
 from bluejay.compile.signature import input_names
 from bluejay.config import CompileSpec, GenerationConfig
 from bluejay.generate import Engine
+from bluejay.generate.runner import DecodeCall, PrefillCall
 from bluejay.generate.steps import DecodeStep, Rows, flatten
 from bluejay.models import GPTJ, KVCache
 
@@ -22,13 +24,35 @@ PENALIZED = GenerationConfig(max_new_tokens=9, temperature=0.9, repetition_penal
 MakeEngine = Callable[..., Engine]
 
 
+# Prompts and answers by the slots that their programs look at: 4 + 5, 13 + 9 and 30 + 12 tokens.
+BY_SLOTS = {
+    16: ([5, 9, 33, 7], 5),
+    32: ([7, 1, 2, 60, 13, 22, 8, 4, 9, 11, 30, 56, 20], 9),
+    64: ([*range(1, 31)], 12),
+}
+ALONE = [(16, 8), (32, 16), (64, 16)]  # slots, and the chunks of the prompt
+TOGETHER = (4, 32, 16)  # rows, slots and chunks of PROMPTS: one row stays idle
+
+
+@pytest.fixture
+def make_engine(make_engine: MakeEngine) -> MakeEngine:
+    """As everywhere, with a window of 64: part of the keys of programs, so that all engines here share them."""
+    return partial(make_engine, window=64)
+
+
 @pytest.fixture
 def compiled(make_engine: MakeEngine, program_folder: str) -> MakeEngine:
-    """As `make_engine`, on compiled programs of few shapes, all in one store."""
+    """As `make_engine`, on programs of two batch, two prefill and three slot buckets, compiled together."""
 
     def make(**run: Any) -> Engine:
-        few = {"prefill_buckets": (8,), "batch_buckets": (4,), "slot_buckets": (32,), "cache": program_folder}
-        return make_engine(**{**few, "compile": CompileSpec(threads=1), **run})
+        shapes = {"batch_buckets": (1,), "prefill_buckets": (8, 16), "slot_buckets": (16, 32), "cache": program_folder}
+        engine = make_engine(**{**shapes, "compile": CompileSpec(threads=1), **run})
+        rows, slots, width = TOGETHER
+        calls: list[Any] = [PrefillCall(1, slots, width) for slots, width in ALONE]
+        calls += [DecodeCall(1, slots, True) for slots, _ in ALONE]
+        calls += [PrefillCall(rows, slots, width), *(DecodeCall(rows, slots, greedy) for greedy in (True, False))]
+        engine._runner.require(calls)
+        return engine
 
     return make
 
@@ -46,6 +70,33 @@ def test_compiled_ids_equal_eager_ones(compiled: MakeEngine, make_engine: MakeEn
     for tensor in (*engine._cache.keys, *engine._cache.values):
         tensor.fill_(torch.nan)
     assert ids(engine, config) == expected
+
+
+def of_a_full_forward(model: GPTJ, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens, each from a forward over everything before it: no cache, no bucket, no padding."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_every_bucket_gives_the_ids_of_a_full_forward(compiled: MakeEngine, tiny_model: GPTJ) -> None:
+    """Laws 2 and 3, B-22: caches of 16, 32 and 64 slots, chunks of 8 and 16, 1 and 4 rows, all unused slots NaN; each
+    alone, then together in rows that hold the former answers' keys."""
+    engine = compiled()
+    for slots, (prompt, new) in BY_SLOTS.items():
+        for tensor in (*engine._cache.keys, *engine._cache.values):
+            tensor.fill_(torch.nan)
+        expected = of_a_full_forward(tiny_model, prompt, new)
+        assert list(engine.generate(prompt, max_new_tokens=new).ids) == expected, slots
+    together = engine.generate(PROMPTS, GREEDY)
+    assert [list(g.ids) for g in together] == [of_a_full_forward(tiny_model, p, 9) for p in PROMPTS]
+    used = engine._runner._programs
+    assert {call.slots for call in used} == {16, 32, 64}
+    assert {call.num_rows for call in used} == {1, 4}
+    assert {call.width for call in used if isinstance(call, PrefillCall)} == {8, 16}
+    assert engine.figures.compilations <= 9  # those of the fixture: nothing ran at a shape of its own
 
 
 def test_compiled_logits_equal_eager_ones(compiled: MakeEngine, make_engine: MakeEngine) -> None:

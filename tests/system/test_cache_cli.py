@@ -133,7 +133,7 @@ def test_list_tells_the_last_used_first(cli: Cli, folder: Path) -> None:
     code, out, err = cli("list", "--cache", folder, "--json")
     assert (code, err) == (0, "")
     record = json.loads(out)
-    assert set(record) == {"folder", "num_bytes", "programs"}
+    assert set(record) == {"folder", "num_bytes", "parts_bytes", "programs"}
     assert record["folder"] == str(folder)
     assert all(set(program) == ENTRY_FIELDS for program in record["programs"])
     newest, oldest = record["programs"]
@@ -150,6 +150,13 @@ def test_list_tells_the_last_used_first(cli: Cli, folder: Path) -> None:
     assert out.index(newest["fingerprint"][:12]) < out.index(old[:12])
     assert "a [bold]tiny[/] linear" in out
     assert f"2 programs, {record['num_bytes'] / 1024:.3g} KiB in {folder}" in out
+    assert "1 part" not in out
+
+    shutil.copytree(folder / "entries", folder / "parts" / "entries")
+    assert json.loads(cli("list", "--cache", folder, "--json")[1]) == {**record, "parts_bytes": record["num_bytes"]}
+    out = cli("list", "--cache", folder)[1]
+    assert is_for_people(out)
+    assert f"2 parts, {record['num_bytes'] / 1024:.3g} KiB, to compile" in out
 
 
 def test_long_labels_are_told_in_full(cli: Cli, folder: Path) -> None:

@@ -336,6 +336,22 @@ def test_use_is_remembered_and_the_longest_unused_go_first(user: User) -> None:
     assert user.store.entries() == []
 
 
+def test_parts_take_what_entries_leave(user: User) -> None:
+    """Catches parts that pile up beyond the size a person allowed, or that push out programs."""
+    user.ask(wanted("a"))
+    (size,) = (info.num_bytes for info in user.store.entries())
+    parts = User(user.store.parts.folder)
+    parts.ask(wanted("part"))
+    assert len(user.store.entries()) == len(user.store.parts.entries()) == 1
+    user.store.prune(2 * size + size // 2)
+    assert len(user.store.parts.entries()) == 1
+    assert user.store.prune(size + size // 2) == []
+    assert (len(user.store.entries()), user.store.parts.entries()) == (1, [])
+    parts.ask(wanted("part"))
+    user.store.clear()
+    assert user.store.entries() == user.store.parts.entries() == []
+
+
 def test_an_old_program_is_not_kept_because_it_is_small(user: User) -> None:
     """Catches pruning that fills gaps: what was unused for longest goes, though it would fit where another did not."""
     for age, (name, padding) in enumerate([("old", 0), ("large", 10**6), ("new", 0)]):

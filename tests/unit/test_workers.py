@@ -191,7 +191,7 @@ def test_a_compiler_that_cannot_build_a_program_is_a_fault_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches Inductor's own error, on which no run falls back to eager; the compiler's first error is what helps."""
-    monkeypatch.setattr(inductor, "compiler_problem", lambda cxx: "")
+    monkeypatch.setattr(inductor, "_trial", lambda cxx: "")
     spec, events = CompileSpec(threads=1, cxx=broken_compiler(tmp_path)), list[Event]()
     with pytest.raises(MachineError) as raised:
         compile(nn.LayerNorm(8), (torch.ones(2, 8),), spec, Store(tmp_path / "store"), events.append, label="a norm")
@@ -200,3 +200,6 @@ def test_a_compiler_that_cannot_build_a_program_is_a_fault_of_the_machine(
     assert [event.name for event in events] == ["compile.start", "compile.part", "compile.failed"]
     assert {event.fields["label"] for event in events} == {"a norm"}
     assert len({event.fields["fingerprint"] for event in events}) == 1
+    with pytest.raises(MachineError, match="cmath"):  # known now: the next program is not even begun
+        compile(nn.Tanh(), (torch.ones(2, 8),), spec, Store(tmp_path / "store"), events.append)
+    assert len(events) == 3

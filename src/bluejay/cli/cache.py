@@ -44,11 +44,16 @@ def list_programs(cache: Cache = None, json: Json = False) -> None:
     """List programs, last used first."""
     store = _open(cache)
     with _file_errors(f"list the programs in {store.folder}"):
-        infos = store.entries()
+        infos, parts = store.entries(), store.parts.entries()
     if json:
-        _print_json({"folder": str(store.folder), "num_bytes": _total(infos), "programs": _as_dicts(infos)})
+        sizes = {"num_bytes": _total(infos), "parts_bytes": _total(parts)}
+        _print_json({"folder": str(store.folder), **sizes, "programs": _as_dicts(infos)})
     elif infos:
         _print(_table_of(infos), f"{_count(infos)} in {store.folder}")
+        if parts:
+            _print(
+                f"{_plural(len(parts), 'part')}, {format_bytes(_total(parts))}, to compile others of their kind faster"
+            )
     else:
         _print(f"no programs in {store.folder}")
 
