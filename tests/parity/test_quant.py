@@ -146,6 +146,7 @@ def test_saved_is_loaded_is_in_place(
     assert named["lm_head.weight"].converted == (kind != "subset")
     assert all(record.reason for record in records if not record.converted)
     if kind == "tied":
+        assert open_checkpoint(tmp_path / "out").config.tie_word_embeddings is False
         assert "tied" in named["lm_head.weight"].reason
         assert torch.equal(reloaded.model.transformer.wte.weight, load_dir(source).model.transformer.wte.weight)
 
