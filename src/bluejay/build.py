@@ -20,7 +20,7 @@ from bluejay.events import Event, Observer, ignore
 from bluejay.kernels import ensure as ensure_kernels
 from bluejay.machine import default_cache_folder
 from bluejay.models import GPTJ
-from bluejay.quant import QuantizedLinear, QuantizedSource, quantize_model
+from bluejay.quant import QuantizedLinear, QuantizedSource, fake_quantize_model, quantize_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -233,6 +233,15 @@ def save(
     weights = built.model.state_dict() if tensors is None else tensors
     config, tokenizer = built.model.config, built.directory
     save_checkpoint(directory, weights, config, tokenizer_from=tokenizer, overwrite=True, observe=observe)
+
+
+def fake_quantize(model: nn.Module, format: str) -> None:
+    """Let a model's layers round their weights, while it is trained, as a weight format such as `int4-g64` will.
+
+    Raises:
+        ConfigError: no such format, or one that does not fit the model or needs calibration.
+    """
+    fake_quantize_model(model, QuantSpec.parse(format))
 
 
 def read_weights(directory: Path) -> Mapping[str, Tensor]:

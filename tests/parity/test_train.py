@@ -346,6 +346,40 @@ def test_attention_within_documents(trainer_of: MakeTrainer, tiny_model: GPTJ) -
     assert trainer_of(BASE, across).evaluate(across)[0] != pytest.approx(packed, rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_trained_for_packing(precision: str, trainer_of: MakeTrainer) -> None:
+    """Catches a rounding in training that is not packing's own: the saved model, packed, gives the logits that the
+    trained one had in its last forward pass; and its weights did move between codes."""
+    from bluejay.build import read_weights
+    from bluejay.config import QuantSpec
+    from bluejay.quant import quantize_model
+
+    config = replace(BASE, precision=precision, qat="int4-g16", steps=6)
+    trainer = trainer_of(config)
+    before = weights(trainer)
+    result = trainer.run()
+    assert result.model is not None
+    ids = torch.tensor([[3, 9, 27, 41, 5, 60, 7, 11]])
+    model = trainer.built.model.eval()
+    with torch.no_grad():
+        where = model.locate(ids, None, None)
+        x = model.embed(ids).to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+        for block in model.transformer.h:
+            x = block(x, where, None)
+        expected = model.logits(x).float()
+    packed = GPTJ(model.config).eval()
+    packed.load_state_dict(dict(read_weights(result.model)))
+    plain = packed(ids)
+    quantize_model(packed, QuantSpec.parse("int4-g16"))
+    tolerance = 1e-4 if precision == "fp32" else 0.02 * float(expected.abs().max())
+    torch.testing.assert_close(packed(ids), expected, atol=tolerance, rtol=0)
+    assert float((plain - expected).abs().max()) > 10 * tolerance or precision == "bf16"
+    after = weights(trainer)
+    name = "transformer.h.0.mlp.fc_in.weight"
+    assert bool((after[name] != before[name]).any())
+    assert curve(trainer)[-1] < curve(trainer)[0]
+
+
 # ---- precisions ----------------------------------------------------------------------------------------------------
 
 

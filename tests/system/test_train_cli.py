@@ -77,7 +77,8 @@ def test_what_a_run_leaves(arguments: list[str], tmp_path: Path, capsys: pytest.
     assert [e["update"] for e in told if e["event"] == "train.eval"] == [4, 8]
     assert result["valid_loss"] < updates[0]["loss"]
     assert sorted(entry.name for entry in (out / "checkpoints").iterdir()) == ["update-00000004", "update-00000008"]
-    assert run(["generate", "the cat", "--model", str(out / "model"), "--backend", "eager", "--quiet"]) == 0
+    words = ["the cat", "--max-new-tokens", "4", "--backend", "eager", "--quiet"]
+    assert run(["generate", *words, "--model", str(out / "model")]) == 0
     assert run(arguments) == 2  # the folder holds a run
     assert "add --resume" in capsys.readouterr().err
 
@@ -87,7 +88,7 @@ def test_what_a_run_leaves(arguments: list[str], tmp_path: Path, capsys: pytest.
     [
         (["--set", "step=3"], "near ones: steps"),
         (["--set", "recompute=maybe"], "recompute='maybe'"),
-        (["--set", "global_batch=12"], "12 rows"),
+        (["--set", "global_batch=12"], "global_batch=12 with micro_batch=4, gradient_accumulation=2"),
         (["--set", "wandb=true"], "pip install wandb"),
         (["--set", "data.length=64"], "a window of 32"),
         (["--set", "data.train="], "no data.train"),
@@ -131,7 +132,7 @@ def wait_for(folder: Path, process: subprocess.Popen[bytes]) -> None:
 def test_it_goes_on_after_being_killed_and_interrupted(arguments: list[str], tmp_path: Path) -> None:
     """Law 7 from the outside: kill -9 at any moment loses no good checkpoint; Ctrl-C saves; and the end is the same,
     bit for bit, as that of a run that nobody touched."""
-    steps = ["--set", "steps=60", "--set", "save_every=2"]
+    steps = ["--set", "steps=40", "--set", "save_every=2"]
     out = tmp_path / "out"
     process = start(arguments, *steps)
     wait_for(out / "checkpoints" / "update-00000004", process)
@@ -139,7 +140,7 @@ def test_it_goes_on_after_being_killed_and_interrupted(arguments: list[str], tmp
     process.wait(60)
     assert not (out / "model").exists()
     process = start(arguments, *steps, "--resume")
-    wait_for(out / "checkpoints" / "update-00000020", process)
+    wait_for(out / "checkpoints" / "update-00000012", process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert not (out / "model").exists()

@@ -156,7 +156,7 @@ def updater_of(config: OptimizerConfig, rows: int = 8, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_decay_is_for_matrices_only(name: str) -> None:
-    """Catches norms and biases that shrink, and decay that goes through the gradient: with none it is exactly 1 - lr w."""
+    """Catches norms and biases that shrink, and decay that goes through the gradient: with none it is 1 - lr w."""
     config = OptimizerConfig(name, 0.1, weight_decay=0.5, muon_learning_rate=0.2, muon_weight_decay=0.25)  # type: ignore[arg-type]
     model, updater = updater_of(config)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

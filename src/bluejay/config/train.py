@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out", "lm_head")
@@ -397,6 +398,8 @@ def _check_ranges(config: TrainConfig) -> None:
 
 def _check_together(config: TrainConfig) -> None:
     config.accumulation(max(1, config.global_batch // (config.micro_batch * max(1, config.gradient_accumulation))))
+    if config.qat:
+        QuantSpec.parse(config.qat)
     rows, answer = config.data.layout == "rows", bool(config.data.answer)
     contradictions = [
         (
@@ -446,6 +449,18 @@ def _check_together(config: TrainConfig) -> None:
             f"qat={config.qat} with LoRA",
             "quantization-aware training moves the weights themselves",
             "choose one of them",
+        ),
+        (
+            bool(config.qat) and not config.masters,
+            f"qat={config.qat} without masters",
+            "small steps between two codes must add up somewhere",
+            "keep the masters",
+        ),
+        (
+            "gptq" in config.qat,
+            f"qat={config.qat}",
+            "gptq rounds by calibration text, which no forward pass of training has",
+            "train for int4-g64 or its -mse form",
         ),
     ]
     for wrong, found, rule, fix in contradictions:

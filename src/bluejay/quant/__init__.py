@@ -4,14 +4,17 @@ from bluejay.quant.convert import QuantizedSource, quantize_checkpoint, summariz
 from bluejay.quant.gptq import InputMoments, gptq
 from bluejay.quant.linear import QuantizedLinear, TensorRecord, quantize_model
 from bluejay.quant.packing import PackedWeight, dequantize, pack, quantize, unpack
+from bluejay.quant.training import FakeQuantizedLinear, fake_quantize_model
 
 __all__ = [
+    "FakeQuantizedLinear",
     "InputMoments",
     "PackedWeight",
     "QuantizedLinear",
     "QuantizedSource",
     "TensorRecord",
     "dequantize",
+    "fake_quantize_model",
     "gptq",
     "pack",
     "quantize",

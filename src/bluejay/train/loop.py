@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bluejay.build import Built, build, build_fresh, read_weights, save
+from bluejay.build import Built, build, build_fresh, fake_quantize, read_weights, save
 from bluejay.config import RunConfig, TrainConfig, as_yaml
 from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer, ignore
@@ -71,7 +71,6 @@ class Trainer:
         built: a model as `build` gives it; it is changed in place.
         train, valid: rows or blocks.
         step: the work on a micro-batch; the model's own on one device unless given.
-        transform: what is done to the finished model before it is trained.
         data_digest: of the training data, for a resume to compare.
     """
 
@@ -85,7 +84,6 @@ class Trainer:
         *,
         replicas: Replicas | None = None,
         step: Callable[[Built, TrainConfig, Observer], Step] = LocalStep,
-        transform: Callable[[nn.Module], object] | None = None,
         data_digest: str = "",
     ) -> None:
         self.config, self.built = config, built
@@ -102,8 +100,8 @@ class Trainer:
             add_lora(model, config.lora, config.seed)
         else:
             model.requires_grad_(True)
-        if transform is not None:
-            transform(model)
+        if config.qat:
+            fake_quantize(model, config.qat)
         self.weights = Weights(model, DTYPES[config.precision], config.masters)
         accumulation = config.accumulation(self._replicas.count)
         rows = config.rows_per_update(self._replicas.count)
@@ -388,7 +386,8 @@ class Trainer:
             self._observe(Event("warning", {"text": text}))
 
     def _write_result(self) -> Path:
-        """The finished model, or adapter, in the dtype of the checkpoint that it came from."""
+        """The finished model, or adapter, in the dtype of the checkpoint that it came from; in fp32 where its weights
+        were trained for packing, because packing must see the very same ones."""
         values = self._average or self.weights.values()
         if self.config.result == "best" and self.best_update is not None and self.best_update != self.update:
             saved = next(saved for saved in self.checkpoints.all() if saved.update == self.best_update)
@@ -401,7 +400,7 @@ class Trainer:
             save_adapter(self.out / "adapter", values, lora, self.config.model)
             return self.out / "adapter"
         full = merged_weights(self.built.model, values) if lora.rank else self._full(values)
-        dtype = getattr(torch, self.built.model.config.dtype or "float32")
+        dtype = getattr(torch, (not self.config.qat and self.built.model.config.dtype) or "float32")
         save(self.built, self.out / "model", {name: tensor.to(dtype) for name, tensor in full.items()}, self._observe)
         return self.out / "model"
 

@@ -64,17 +64,18 @@ class Weights:
     """The trainable parameters of a model, cast for computing; so are the frozen ones.
 
     The embedding stays in fp32 where masters are kept: its gradient adds up one row for every occurrence of a token,
-    and a sum in bf16 stops growing after some hundred terms.
+    and a sum in bf16 stops growing after some hundred terms. So do weights of layers that round them on their own.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, masters: bool) -> None:
         multiplied = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         only_looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - multiplied
+        full = {m.weight for m in model.modules() if getattr(m, "keeps_full_precision", False)} | only_looked_up
         keep = masters or dtype == torch.float32
         self.trained: list[Trained] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                in_full = keep and parameter in only_looked_up
+                in_full = keep and parameter in full
                 self.trained.append(Trained(name, parameter, torch.float32 if in_full else dtype, keep))
             else:
                 parameter.data = parameter.data.to(dtype)

@@ -128,6 +128,7 @@ class LocalStep:
             x = checkpoint(block, x, where, None, use_reentrant=False) if recompute else block(x, where, None)
         hidden = model.transformer.ln_f(x).flatten(0, 1)  # [N, E]
         weight, bias = head_weights(model.lm_head)
+        weight = weight.to(hidden.dtype)
         if not torch.is_grad_enabled():
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         return linear_cross_entropy(hidden, weight, bias, targets.flatten(), scale, smoothing)
