@@ -10,6 +10,7 @@ random ids with AdamW in bf16, batch 8 x 512; only real tokens count, and compil
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -104,7 +105,7 @@ def nano_theirs(out: str) -> dict[str, Any]:
             marks.append(time.perf_counter())
 
     transformers.Trainer(model=model, args=settings, train_dataset=data, callbacks=[Clock()]).train()
-    seconds = [b - a for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    seconds = [b - a for a, b in itertools.pairwise(marks)]
     return {"tokens_per_second": rates(seconds[-updates:])}
 
 
