@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from bluejay.build import Built, Programs
 from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, QuantSpec, RunConfig, Workload
-from bluejay.errors import ConfigError
+from bluejay.errors import ConfigError, RequestError
 from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import (
@@ -41,8 +41,10 @@ from bluejay.parallel import (
     deal,
     join,
     leave,
+    own_part,
     place_of,
     plan,
+    whole_tensors,
 )
 from bluejay.quant import quantize_model
 
@@ -297,6 +299,11 @@ GENERATED = [
     Layout(stages=4),
     Layout(stages=2, tensor=2),
 ]
+RESUMED = {
+    "tensor 2 to pipeline 2": (Layout(tensor=2), Layout(stages=2, micro_batches=4)),
+    "pipeline 2 to data 2 sharded": (Layout(stages=2, micro_batches=2), Layout(replicas=2, shard=True)),
+    "data 2 sharded to tensor 2": (Layout(replicas=2, shard=True), Layout(tensor=2)),
+}
 MEASURED: dict[str, tuple[Any, ...]] = {
     "one device": (Layout(),),
     "one device, recomputed": (Layout(), 4, True),
@@ -344,6 +351,76 @@ def generate_check(layout: Layout, quantized: bool = False) -> None:
             for x, y in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
                 assert (x.logprob is None) == (y.logprob is None)
                 assert x.logprob is None or y.logprob is None or abs(x.logprob - y.logprob) < 1e-4
+
+
+def resume_check(first: Layout, then: Layout) -> None:
+    """Three AdamW steps under one layout, its state put together, three more under another: six on one process."""
+    meshes = [build_mesh(first), build_mesh(then)]
+    if dist.get_rank() >= first.num_devices:
+        return
+    ids, targets = batch_of(12, CONFIG.vocab_size)
+    count = (targets != IGNORED).sum()
+    model = noisy_model(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wanted = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = _loss(model(ids), targets) / count
+        loss.backward()
+        optimizer.step()
+        wanted.append(float(loss.detach()))
+    found: list[float] = []
+    state: dict[str, dict[str, Tensor]] = {}
+    for layout, mesh in zip((first, then), meshes, strict=True):
+        work = Workload(job="train", rows=3, context=12, gradient_accumulation=layout.micro_batches or 1)
+        made = plan(CONFIG, layout, work)
+        mine = noisy_model(CONFIG)
+        if state:
+            mine.load_state_dict(state["weights"])
+        step = PlannedStep(apply(mine, made, mesh), made, mesh)
+        named = {name: p for piece in step.pieces for name, p in piece.named_parameters()}
+        optimizer = torch.optim.AdamW(named.values(), lr=0.01)
+        for name, parameter in named.items():
+            if state:
+                moments = {k: own_part(name, state[k][name], made, mesh) for k in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {**moments, "step": torch.tensor(3.0)}
+        own = 12 // layout.replicas
+        rows = slice(step.replicas.index * own, (step.replicas.index + 1) * own)
+        for _ in range(3):
+            optimizer.zero_grad()
+            total = step.gradients(ids[rows], targets[rows], 1.0 / count)
+            step.replicas.sum_gradients([p.grad for p in named.values() if p.grad is not None])
+            optimizer.step()
+            found.append(float(step.replicas.total(total) / count))
+        kinds = {"weights": dict(named)}
+        kinds |= {k: {n: optimizer.state[p][k] for n, p in named.items()} for k in ("exp_avg", "exp_avg_sq")}
+        gathered = [{kind: whole_tensors(parts, made, mesh) for kind, parts in kinds.items()}]
+        dist.broadcast_object_list(gathered, src=0, group=GROUPS[first.num_devices])
+        state = gathered[0]
+    for i, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        assert abs(one - other) <= 1e-4 * one, f"loss of step {i}: {wanted} and {found}"
+    for name, weight in model.named_parameters():
+        close(name, state["weights"][name], weight.detach(), 1e-3)
+
+
+def other_prompt_check() -> None:
+    """B-53: a rank that was given another prompt than the one that samples says so when it is submitted."""
+    layout = Layout(tensor=2)
+    mesh = build_mesh(layout)
+    rank = dist.get_rank()
+    if rank >= layout.num_devices:
+        return
+    made = plan(CONFIG, layout, Workload(dtype="float32"))
+    engine = engine_over(apply(noisy_model(CONFIG), made, mesh)[0], agreement(mesh))
+    same = engine.submit([1, 2, 3], GenerationConfig(temperature=1.0))
+    seeds: list[Any] = [None] * 2
+    dist.all_gather_object(seeds, same.seed, group=GROUPS[2])
+    assert seeds[0] == seeds[1], f"an unseeded request has the seeds {seeds}"
+    if rank == 0:
+        engine.submit([1, 2, 3], GenerationConfig())
+    else:
+        with pytest.raises(RequestError, match="another prompt"):
+            engine.submit([1, 2, 4], GenerationConfig())
 
 
 def large_bias_check() -> None:
@@ -397,6 +474,9 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
         every.append((name, partial(generate_check, layout)))
     every.append(("int4 generation, pipeline 2 x tensor 2", partial(generate_check, GENERATED[-1], True)))
     every += [(f"bytes, {name}", partial(bytes_check, *arguments)) for name, arguments in MEASURED.items()]
+    for name, layouts in RESUMED.items():
+        every.append((f"resumed, {name}", partial(resume_check, *layouts)))
+    every.append(("another prompt on one rank", other_prompt_check))
     every.append(("bias of 100", large_bias_check))
     every.append(("8 rows in 3 micro-batches", three_chunks_check))
     every += [(f"11 samples, data {n}", partial(evaluation_check, n)) for n in (2, 3, 4)]

@@ -9,6 +9,7 @@ from bluejay.parallel.partition import balance, even_shares, nearest_shares, sha
 from bluejay.parallel.plan import Memory, Plan, Stage, Traffic, packed_bytes, plan, propose
 from bluejay.parallel.rows import PADDING, collect, deal
 from bluejay.parallel.schedule import Action, bubble, in_flight, timeline
+from bluejay.parallel.state import own_part, whole_tensors
 from bluejay.parallel.step import PlannedStep, Replicas
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "join",
     "leave",
     "nearest_shares",
+    "own_part",
     "packed_bytes",
     "place_of",
     "plan",
@@ -46,4 +48,5 @@ __all__ = [
     "share_layers",
     "take_piece",
     "timeline",
+    "whole_tensors",
 ]

@@ -65,9 +65,9 @@ class _Forward(nn.Module):
         self.piece, self.recompute = piece, recompute
 
     def forward(
-        self, x: Tensor, segments: Tensor | None = None, targets: Tensor | None = None, scale: Tensor | None = None
+        self, x: Tensor, segments: Tensor | None = None, targets: Tensor | None = None, scale: Tensor | float = 1.0
     ) -> Tensor:
-        """Shapes: x: [B, T] ids or [B, T, E]   segments, targets: [B, T]   returns: [B, T, E], or two scalars [2]"""
+        """Shapes: x: [B, T] ids or [B, T, E]   segments, targets: [B, T]   returns: [B, T, E], or a scalar"""
         piece = self.piece
         grid = x if x.dim() == 2 else x[..., 0].long()
         where = piece.locate(grid, None, None, segments)
@@ -76,7 +76,7 @@ class _Forward(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         for block in piece.transformer.h:
             x = checkpoint(block, x, where, None, use_reentrant=False) if recompute else block(x, where, None)
-        return x if targets is None or scale is None else self.loss(x, targets) * scale
+        return x if targets is None else self.loss(x, targets) * scale
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses: [B, T, E] and [B, T] to a scalar."""
@@ -105,11 +105,11 @@ class PlannedStep:
         self._forwards = [_Forward(piece, plan.workload.recompute) for piece in pieces]
         self._device = torch.device(mesh.device_type)
         self._schedules: dict[tuple[Any, ...], Any] = {}
-        self._scale = torch.ones(())
+        self._scale: Tensor | float = 1.0
         if layout.shard:
             self._share_out(mesh)
 
-    def gradients(self, ids: Tensor, targets: Tensor, scale: Tensor, segments: Tensor | None = None) -> Tensor:
+    def gradients(self, ids: Tensor, targets: Tensor, scale: Tensor | float, segments: Tensor | None = None) -> Tensor:
         """Add the gradients of `scale` times the sum of the losses; returns that sum without the scale, on all stages.
 
         With stages, the rows are divided into the plan's micro-batches; each replica calls this with its own rows.
@@ -138,8 +138,7 @@ class PlannedStep:
     def loss(self, ids: Tensor, targets: Tensor, segments: Tensor | None = None) -> Tensor:
         """The sum of the losses over the rows' targets, on all stages, without gradients."""
         if self._stages is None:
-            one = torch.ones((), device=ids.device)
-            whole: Tensor = self._forwards[0](ids, segments, targets, one)
+            whole: Tensor = self._forwards[0](ids, segments, targets)
             return whole
         x = self._through(ids, segments)
         total = torch.zeros((), device=ids.device) if x is None else self._forwards[-1].loss(x, targets)
