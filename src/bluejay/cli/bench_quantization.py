@@ -269,7 +269,8 @@ def _chart(title: str, table: Sequence[FormatFigures], across: Callable[[FormatF
     for figures in points:
         group = "row" if figures.group_size == -1 else f"g{figures.group_size}"
         at_x, at_y, color = x(across(figures)), y(figures.perplexity), _COLORS[figures.method]
-        anchor, shift = ("end", -8) if at_x > _WIDTH - _RIGHT - 50 else ("start", 8)
+        # On two sides: minmax and mse lie close together.
+        anchor, shift = ("end", -8) if figures.method == "mse" or at_x > _WIDTH - 50 else ("start", 8)
         parts.append(
             f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{color}"><title>{figures.format}: perplexity '
             f"{figures.perplexity:.4f}, {figures.bits_per_weight:.3f} bits, {_seconds(figures.seconds_per_token)}"
