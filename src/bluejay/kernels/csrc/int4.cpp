@@ -43,12 +43,14 @@ unsigned features() {
 #endif
 }
 
-const Path& choose(const std::string& name, Type type) {
+const Path& choose(const std::string& name, Type type, int64_t rows) {
   if (name == "portable") return int4_portable;
 #if defined(__x86_64__)
   const bool any = name == "auto";
-  if ((features() & kAvx512) && (any || name == "avx512"))
-    return type == Type::bfloat16 && (features() & kVnni) ? int4_avx512_vnni : int4_avx512;
+  if ((features() & kAvx512) && (any || name == "avx512")) {
+    if (type != Type::bfloat16 || !(features() & kVnni)) return int4_avx512;
+    return rows <= int4_avx512_vnni_few.tile_rows ? int4_avx512_vnni_few : int4_avx512_vnni;
+  }
   if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
   if (any) return int4_portable;
 #else
@@ -164,7 +166,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, c
                   static_cast<const uint16_t*>(scales.data_ptr()),
                   static_cast<const uint16_t*>(biases.data_ptr()),
                   codes.size(0), codes.size(1), groups, (codes.size(1) * 8 + segment - 1) / segment, segment / 8};
-  multiply(choose(path, type), w, rows.data_ptr(), num_rows, width,
+  multiply(choose(path, type, num_rows), w, rows.data_ptr(), num_rows, width,
            {y.data_ptr(), added ? added->data_ptr() : nullptr, type, out_features});
   return y;
 }

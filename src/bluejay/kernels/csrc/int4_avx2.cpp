@@ -5,11 +5,10 @@ namespace {
 
 template <int B, int M>
 void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* packed,
-            const Segment* segments, float* totals, const Ahead& ahead) {
+            const Segment* segments, float* totals, const Ahead&) {
   const auto* x = reinterpret_cast<const float*>(packed);
   const __m256i digit = _mm256_set1_epi32(15);
   for (int64_t s = first; s < last; ++s) {
-    fetch(w, ahead, s, first, 0);
     __m256 sums[M][2];
     for (auto& row : sums) row[0] = row[1] = _mm256_setzero_ps();
     for (int64_t c = s * w.segment_chunks; c < end_of(w, s); ++c) {

@@ -99,7 +99,8 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
     const int64_t begin = s * w.segment_chunks, chunks = end_of(w, s) - begin;
     const auto* words = reinterpret_cast<const int32_t*>(x + begin * M * 3);
     const char* codes = reinterpret_cast<const char*>(w.codes) + block * length + begin * 64;
-    for (int b = 0; b < B; ++b) fetch(w, ahead, s, first, b);
+    const char* next = codes_ahead(w, ahead, s, first);
+    int64_t turn = ahead.part;
     __m512i coarse[B][M], fine[B][M];
     for (int b = 0; b < B; ++b)
       for (int m = 0; m < M; ++m) {
@@ -107,6 +108,10 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
         fine[b][m] = _mm512_set1_epi32(segments[s * M + m].start);
       }
     for (int64_t c = 0; c < chunks; ++c) {
+      if (turn-- == 0) {
+        turn = ahead.parts - 1;
+        for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_T0);
+      }
       __m512i raw[B], low[B], high[B];
 #pragma GCC unroll 2
       for (int b = 0; b < B; ++b) {
@@ -114,7 +119,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
         low[b] = _mm512_and_si512(raw[b], digits);
         high[b] = _mm512_and_si512(_mm512_srli_epi32(raw[b], 4), digits);
       }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m, words += 3) {
         const __m512i q = _mm512_set1_epi32(words[0]);
 #pragma GCC unroll 2
@@ -134,7 +139,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(part + group)));
       };
       const __m512 scale = at(w.scales), bias = at(w.biases);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Segment& segment = segments[s * M + m];
         float* total = totals + (b * M + m) * kOutputs;
@@ -149,4 +154,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
 
 }  // namespace
 
+// Few rows wait for memory: one block after the other is one stream of codes, and one tile takes all rows. With more rows
+// two blocks share each load of x.
+const Path int4_avx512_vnni_few = {"avx512", 8, 1, 3, pack, run_path<1, 8>};
 const Path int4_avx512_vnni = {"avx512", 6, 2, 3, pack, run_path<2, 6>};

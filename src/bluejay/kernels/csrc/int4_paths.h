@@ -93,8 +93,8 @@ inline void pack_floats(const Weights& w, const float* x, int64_t rows, uint32_t
   }
 }
 
-// What comes from memory next, and the share of it that a tile asks for while it computes: all tiles together ask for all
-// of it, evenly, so that memory is as busy as the processor.
+// What comes from memory next, and the share of it that a tile asks for while it computes: of every `parts` vectors of
+// codes the one after `part`. All tiles together ask for all, evenly, so that memory is as busy as the processor.
 struct Ahead {
   int64_t block, segment;
   int64_t part, parts;
@@ -157,16 +157,10 @@ inline int64_t group_of(const Weights& w, int64_t block, int64_t segment) {
   return (block * w.groups + (w.groups == 1 ? 0 : segment)) * kOutputs;
 }
 
-// Ask for this tile's share of the segment that is as far into the next pass as `s` is into this one from `first` on.
-inline void fetch(const Weights& w, const Ahead& ahead, int64_t s, int64_t first, int b) {
-  const int64_t segment = ahead.segment + s - first, block = ahead.block + b;
-  const auto* codes = reinterpret_cast<const char*>(w.codes) + (block * w.chunks + segment * w.segment_chunks) * 64;
-  const int64_t end = w.segment_chunks * (ahead.part + 1) / ahead.parts;
-  for (int64_t c = w.segment_chunks * ahead.part / ahead.parts; c < end; ++c) __builtin_prefetch(codes + c * 64);
-  if (ahead.part == 0) {
-    __builtin_prefetch(w.scales + group_of(w, block, segment));
-    __builtin_prefetch(w.biases + group_of(w, block, segment));
-  }
+// The codes that are as far into the next pass as segment `s` is into this one, which begins at `first`.
+inline const char* codes_ahead(const Weights& w, const Ahead& ahead, int64_t s, int64_t first) {
+  const int64_t chunk = ahead.block * w.chunks + (ahead.segment + s - first) * w.segment_chunks;
+  return reinterpret_cast<const char*>(w.codes) + chunk * 64;
 }
 
 }  // namespace

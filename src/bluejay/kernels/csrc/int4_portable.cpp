@@ -5,10 +5,9 @@ namespace {
 
 template <int B, int M>
 void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* packed,
-            const Segment* segments, float* totals, const Ahead& ahead) {
+            const Segment* segments, float* totals, const Ahead&) {
   const auto* x = reinterpret_cast<const float*>(packed);
   for (int64_t s = first; s < last; ++s) {
-    fetch(w, ahead, s, first, 0);
     float sums[M][kOutputs] = {};
     for (int64_t c = s * w.segment_chunks; c < end_of(w, s); ++c) {
       const uint32_t* codes = w.codes + (block * w.chunks + c) * kOutputs;
