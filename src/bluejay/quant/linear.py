@@ -167,8 +167,9 @@ def select(names: Iterable[str], spec: QuantSpec) -> list[str]:
     Raises:
         ConfigError: a pattern that means none of them.
     """
-    names = list(names)
-    hits = {pattern: [name for name in names if means(pattern, name)] for pattern in spec.layers}
+    names = dict.fromkeys(names)
+    # A whole name is looked up: a quantized directory names each of its layers, and no two patterns are compared then.
+    hits = {p: [p] if p in names else [name for name in names if means(p, name)] for p in spec.layers}
     if idle := [pattern for pattern, found in hits.items() if not found]:
         kinds = sorted({name.rpartition(".")[2] for name in names})
         near = difflib.get_close_matches(idle[0], kinds, n=1)
