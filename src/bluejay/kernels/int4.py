@@ -62,7 +62,7 @@ def int4_linear(
     if path in NATIVE_PATHS and not torch.compiler.is_compiling():
         from bluejay.kernels.native import available_paths, refuse
 
-        if path not in available_paths():
+        if path not in available_paths() or x.device.type != "cpu":
             raise refuse(path, x.device)
     result: Tensor = torch.ops.bluejay.int4_linear(x, codes, scales, biases, bias, out_features, group_size, path)
     return result
