@@ -32,7 +32,7 @@ def main() -> None:
         subprocess.run([sys.executable, str(HERE / "synthetic.py"), str(Path(test).parent)], check=True)
     settings = [word for setting in args.set for word in ("--set", setting)]
     bluejay("train", "--config", str(HERE / f"{args.data}.yaml"), *settings)
-    bluejay("evaluate", f"{out}/model", "--task", "mnli", "--data", test, "--batch", "8")
+    bluejay("evaluate", f"{out}/model", "--task", "mnli", "--data", test, "--batch", "8", "--backend", "eager")
 
 
 if __name__ == "__main__":
