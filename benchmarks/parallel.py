@@ -3,8 +3,8 @@
     python benchmarks/parallel.py
 
 Waiting is measured with stages that sleep instead of computing, through the same schedules and sends, so that it does
-not depend on how many cores there are. Bytes are those handed to torch's collectives. Costs are the bundled model's, one
-rank with two threads against two ranks with one thread each, all in this run.
+not depend on how many cores there are. Bytes are those handed to torch's collectives. Costs are the bundled model's,
+one rank with two threads against two ranks with one thread each, all in this run.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Sleeper(nn.Module):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.weight = seconds, nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, where: object, cache: object) -> Tensor:
-        napped: Tensor = _Nap.apply(x, self.seconds)
+        napped: Tensor = _Nap.apply(x * self.weight, self.seconds)
         return napped
 
 
