@@ -90,6 +90,7 @@ def test_what_a_run_leaves(arguments: list[str], tmp_path: Path, capsys: pytest.
         (["--set", "recompute=maybe"], "recompute='maybe'"),
         (["--set", "global_batch=12"], "global_batch=12 with micro_batch=4, gradient_accumulation=2"),
         (["--set", "wandb=true"], "pip install wandb"),
+        (["--set", "tensorboard=true"], "pip install tensorboard"),
         (["--set", "data.length=64"], "a window of 32"),
         (["--set", "data.train="], "no data.train"),
         (["--resume"], "no checkpoint"),
@@ -97,9 +98,15 @@ def test_what_a_run_leaves(arguments: list[str], tmp_path: Path, capsys: pytest.
     ],
 )
 def test_what_is_refused(
-    words: list[str], found: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    found: str,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """B-39, B-40: catches a wrong setting that is taken, and a tracker that is left out because it is not there."""
+    for module in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert run([*arguments, *words]) == 2
     assert found in capsys.readouterr().err
 

@@ -1,0 +1,67 @@
+"""What a run leaves for people: event lines, trackers, and a plot that draws a resumed run once."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bluejay.config import TrainConfig
+from bluejay.events import Event
+from bluejay.train import EventFile, plot_loss, read_events, trackers
+
+UPDATE = {"loss": 2.0, "learning_rate": 0.1, "gradient_norm": 1.0, "num_tokens": 50, "seconds": 0.5}
+
+
+def test_nan_is_written_as_nan(tmp_path: Path) -> None:
+    """B-39: a log that hides a NaN behind a default, or writes a line that no JSON reader takes."""
+    file = EventFile(tmp_path / "events.jsonl")
+    file(Event("train.update", {"update": 1, "loss": math.nan, "norm": math.inf, "where": Path("a")}))
+    file.close()
+    line = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (line["loss"], line["norm"], line["where"]) == ("nan", "inf", "a")
+
+
+def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
+    """Catches a killed run whose events cannot be read any more, and damage in the middle that goes unseen."""
+    file = tmp_path / "events.jsonl"
+    file.write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
+    assert [event["event"] for event in read_events(file)] == ["a", "b"]
+    file.write_text('{"eve\n{"event": "b"}\n')
+    with pytest.raises(ValueError):
+        read_events(file)
+
+
+def test_the_plot_takes_what_there_is(tmp_path: Path) -> None:
+    """Catches a plot that breaks on NaN, on an update without a target, or on one update only."""
+    events = [{"event": "train.update", "update": i, **UPDATE, "loss": loss} for i, loss in enumerate(["nan", None, 2])]
+    events.append({"event": "train.eval", "update": 2, "loss": 1.5})
+    png, page = plot_loss(events, tmp_path)
+    assert png.stat().st_size > 5000
+    assert "<td>1.5</td>" in page.read_text()
+    plot_loss(events[2:3], tmp_path)
+
+
+def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a tracker that is asked for, installed, and told nothing."""
+    told: list[Any] = []
+    writer = SimpleNamespace(add_scalar=lambda *a: told.append(a), close=lambda: told.append("closed"))
+    run = SimpleNamespace(log=lambda values, step: told.append((values, step)), finish=lambda: told.append("finished"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
+    observers = trackers(TrainConfig(out=str(tmp_path), tensorboard=True, wandb=True))
+    for observe in observers:
+        observe(Event("train.update", {"update": 3, **UPDATE}))
+        observe(Event("train.eval", {"update": 3, "loss": 1.5}))
+        observe(Event("train.end", {}))
+    assert ("train/loss", 2.0, 3) in told
+    assert ("train/tokens_per_second", 100.0, 3) in told
+    assert ({"valid/loss": 1.5}, 3) in told
+    assert told[-1] == "finished"
+    assert "closed" in told
+    assert trackers(TrainConfig()) == []
