@@ -86,3 +86,13 @@ def test_ids_equal_transformers(
     """Law 1 on trained weights: an error too small to move a random model's tokens adds up over 64 of a real one's."""
     engine = engine_of(nano_dir, batch_size * num_beams)
     assert answers_of(engine, batch_size, num_beams=num_beams) == expected[num_beams]
+
+
+def test_compiled_ids_equal_transformers(
+    nano_dir: Path, expected: dict[int, list[list[int]]], program_folder: str
+) -> None:
+    """Laws 1 and 2 on trained weights: sums in another order, fused and contracted, over 64 tokens of real text."""
+    shapes: dict[str, Any] = {"max_rows": 1, "context": 256, "slot_buckets": (256,), "prefill_buckets": (64,)}
+    engine = bluejay.load(str(nano_dir), dtype="float32", backend="inductor", cache=program_folder, **shapes)
+    assert answers_of(engine, 1) == expected[1]
+    assert engine.figures.compilations == 2
