@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
     from bluejay.parallel import Plan
 
-__all__ = ["Built", "Program", "Programs", "build", "build_fresh", "locate", "pick_device", "read_weights", "save"]
+__all__ = [
+    "Built",
+    "Program",
+    "Programs",
+    "build",
+    "build_fresh",
+    "fake_quantize",
+    "locate",
+    "pick_device",
+    "read_weights",
+    "save",
+]
 
 BUNDLED = Path(__file__).parent / "assets"
 
