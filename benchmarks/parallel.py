@@ -4,7 +4,7 @@
 
 Waiting is measured with stages that sleep instead of computing, through the same schedules and sends, so that it does
 not depend on how many cores there are. Bytes are those handed to torch's collectives. Costs are the bundled model's,
-one rank with two threads against two ranks with one thread each, all in this run.
+one rank with one and two threads against two ranks with one thread each, all in this run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import PlannedStep, Rank, apply, build_mesh, join, leave, place_of, plan
 
-SLEEP_SECONDS = 0.02
+SLEEP_SECONDS = 0.04
 ROUNDS = 5
 PASSES = [
     ("gpipe", 2, 4, 1),
@@ -47,12 +47,18 @@ PASSES = [
 ]
 TRAINED = {
     "one rank": Layout(),
+    "one rank, 2 threads": Layout(),
     "tensor 2": Layout(tensor=2),
     "pipeline 2": Layout(stages=2, micro_batches=4),
     "data 2": Layout(replicas=2),
     "data 2 shared out": Layout(replicas=2, shard=True),
 }
-GENERATED = {"one rank": Layout(), "tensor 2": Layout(tensor=2), "pipeline 2": Layout(stages=2)}
+GENERATED = {
+    "one rank": Layout(),
+    "one rank, 2 threads": Layout(),
+    "tensor 2": Layout(tensor=2),
+    "pipeline 2": Layout(stages=2),
+}
 
 
 class _Nap(torch.autograd.Function):
@@ -131,7 +137,7 @@ def trained(name: str, layout: Layout) -> dict[str, Any] | None:
     mesh = build_mesh(layout)
     if dist.get_rank() >= layout.num_devices:
         return None
-    torch.set_num_threads(2 if layout.num_devices == 1 else 1)
+    torch.set_num_threads(2 if "2 threads" in name else 1)
     micro = layout.micro_batches or 1
     own = rows // layout.replicas
     work = Workload(job="train", rows=own // micro, context=context, gradient_accumulation=micro, dtype="float32")
@@ -168,7 +174,7 @@ def generated(name: str, layout: Layout, rows: int) -> dict[str, Any] | None:
     mesh = build_mesh(layout)
     if dist.get_rank() >= layout.num_devices:
         return None
-    torch.set_num_threads(2 if layout.num_devices == 1 else 1)
+    torch.set_num_threads(2 if "2 threads" in name else 1)
     spec = CompileSpec(backend="eager")
     run = RunConfig(model="nano", max_rows=rows, context=128, compile=spec, layout=layout, verify=False)
     engine = Engine(build(run, mesh=mesh if layout.num_devices > 1 else None))
@@ -233,7 +239,8 @@ def in_world(count: int) -> list[dict[str, list[Any]]]:
 
 def main() -> None:
     measured = ceilings((torch.float32,))
-    print(f"ceilings: {measured}")
+    load = os.getloadavg()[0]
+    print(f"ceilings: {measured}, load {load:.1f}")
     four, two = in_world(4), in_world(2)
     rows = four[0]["waiting"]
     for row in rows:
@@ -244,15 +251,17 @@ def main() -> None:
     training = [[rank["training"][i] for rank in two if rank["training"][i]] for i in range(len(TRAINED))]
     for ranks in training:
         sent = [(rank["sent_bytes"], rank["planned_bytes"]) for rank in ranks]
-        print(f"training {ranks[0]['layout']:18} {ranks[0]['tokens_per_second']:8.0f} tokens/s, sent, planned: {sent}")
+        print(f"training {ranks[0]['layout']:19} {ranks[0]['tokens_per_second']:8.0f} tokens/s, sent, planned: {sent}")
     decode = [[rank["decode"][i] for rank in two if rank["decode"][i]] for i in range(2 * len(GENERATED))]
     for ranks in decode:
         sent = [(rank["sent_bytes_per_step"], rank["planned_bytes_per_step"]) for rank in ranks]
         print(
-            f"decode {ranks[0]['rows']} rows {ranks[0]['layout']:12} {ranks[0]['tokens_per_second']:8.0f} tokens/s, "
+            f"decode {ranks[0]['rows']} rows {ranks[0]['layout']:19} {ranks[0]['tokens_per_second']:8.0f} tokens/s, "
             f"sent, planned a step: {sent}"
         )
-    write_record("parallel", {"ceilings": measured, "waiting": rows, "training": training, "decode": decode})
+    write_record(
+        "parallel", {"ceilings": measured, "load_before": load, "waiting": rows, "training": training, "decode": decode}
+    )
 
 
 if __name__ == "__main__":

@@ -412,15 +412,15 @@ def other_prompt_check() -> None:
         return
     made = plan(CONFIG, layout, Workload(dtype="float32"))
     engine = engine_over(apply(noisy_model(CONFIG), made, mesh)[0], agreement(mesh))
-    same = engine.submit([1, 2, 3], GenerationConfig(temperature=1.0))
+    same = engine.submit([1, 2, 3], GenerationConfig(max_new_tokens=4, temperature=1.0))
     seeds: list[Any] = [None] * 2
     dist.all_gather_object(seeds, same.seed, group=GROUPS[2])
     assert seeds[0] == seeds[1], f"an unseeded request has the seeds {seeds}"
     if rank == 0:
-        engine.submit([1, 2, 3], GenerationConfig())
+        engine.submit([1, 2, 3], GenerationConfig(max_new_tokens=4))
     else:
         with pytest.raises(RequestError, match="another prompt"):
-            engine.submit([1, 2, 4], GenerationConfig())
+            engine.submit([1, 2, 4], GenerationConfig(max_new_tokens=4))
 
 
 def large_bias_check() -> None:

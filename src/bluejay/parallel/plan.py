@@ -528,9 +528,11 @@ class _Held:
             pipeline += work.rows * 8  # the chosen tokens, for the other stages
         data = 0
         if train and layout.replicas > 1:
-            held = sum(num_bytes for unit in self.units() for _, num_bytes in unit)
-            # Shared out: gathered for both passes, and gradients summed from whole ones, for every micro-batch.
-            data = repeats * (2 + layout.replicas) * held if layout.shard else held
+            sizes = [sum(num_bytes for _, num_bytes in unit) for unit in self.units()]
+            held, layers = sum(sizes), sum(sizes[1 : 1 + self.num_layers])
+            # Shared out, for every micro-batch: both ends are gathered once, layers for each pass, and gradients are
+            # summed from whole ones.
+            data = repeats * (held + layers + layout.replicas * held) if layout.shard else held
         return Traffic(round(tensor * repeats), pipeline * repeats, data)
 
 
