@@ -38,7 +38,7 @@ from bluejay.machine import measure_gemm, peak_memory_bytes
 from bluejay.models import costs
 from bluejay.train import Blocks, Samples, Trainer
 
-LENGTH, BATCH, WARM_UP, RUNS, UPDATES = 512, 8, 3, 5, 3
+LENGTH, BATCH, WARM_UP, RUNS, UPDATES = 512, 8, 2, 5, 2
 SIX_B = replace(preset("gptj-6b"), n_layer=2, vocab_size=4096, bos_token_id=0, eos_token_ids=(0,))
 
 

@@ -533,6 +533,33 @@ def test_early_stopping_and_the_best(trainer_of: MakeTrainer) -> None:
     assert any(not torch.equal(stored[name], tensor) for name, tensor in trainer.weights.values().items())
 
 
+def test_the_moving_average_is_the_result(trainer_of: MakeTrainer) -> None:
+    """Catches an average that lags by an update, one that is evaluated but not saved, and one that replaces the weights
+    that are trained."""
+    from bluejay.build import read_weights
+
+    valid = Rows(samples_of(5, seed=9), 32)
+    config = replace(BASE, ema=0.8, data=DataConfig(valid="given"))
+    trainer = trainer_of(config, valid=valid)
+    plain = trainer_of(BASE, name="plain")
+    average = {"": weights(plain)}
+
+    def follow() -> bool:
+        now = plain.weights.values()
+        average[""] = {name: 0.8 * old + 0.2 * now[name] for name, old in average[""].items()}
+        return False
+
+    plain.run(follow)
+    result = trainer.run()
+    assert curve(trainer) == curve(plain)
+    assert result.model is not None
+    stored = read_weights(result.model)
+    for name, expected in average[""].items():
+        torch.testing.assert_close(stored[name], expected, atol=1e-6, rtol=1e-5)
+    plain.weights.set(average[""])
+    assert result.valid_loss == pytest.approx(plain.evaluate(valid)[0], rel=1e-5)
+
+
 def test_the_model_stops_where_its_samples_did(trainer_of: MakeTrainer) -> None:
     """B-32 end to end: over-fitted to four samples, the model ends each of them with the end of text."""
     ids = [[5, 9, 13, 0], [6, 9, 14, 21, 33, 0], [7, 40, 0], [8, 40, 41, 42, 0]]
