@@ -492,7 +492,7 @@ def run_all(folder: Path) -> None:
         try:
             work()
             failures[name] = ""
-        except AssertionError:
+        except (AssertionError, pytest.fail.Exception):
             failures[name] = traceback.format_exc()
         except Exception:
             failures[name] = traceback.format_exc()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from bluejay.cli import launch
+
 SOURCE = Path(__file__).parents[2] / "src"
 PROMPT = ["generate", "Once upon a time", "--max-new-tokens", "8", "--temperature", "1", "--seed", "3", "--json"]
 
@@ -112,3 +114,12 @@ def test_what_ranks_cannot_do_is_refused_before_they_start(options: list[str], w
     )
     assert run.returncode == 2
     assert word in run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process choose its cores")
+def test_ranks_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two ranks on one core, and a core that is given away twice when the numbers do not divide."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 5, 6, 7})
+    cores = [launch._cores_of(index, 3) for index in range(3)]
+    assert cores == [[0, 1], [2, 3], [5, 6]]
+    assert launch._cores_of(0, 8) == []
