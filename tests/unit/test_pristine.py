@@ -115,8 +115,10 @@ def test_no_variable_of_the_environment_counts(plain: dict[str, Any]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     set_by_variables, found = json.loads(done.stdout.splitlines()[-1])
-    assert sum(set_by_variables[name] != value for name, value in plain.items()) > 50
-    assert found == plain
+    shared = plain.keys() & found.keys()  # what other tests made this process import is not all in the new one
+    assert len(shared) > 600
+    assert sum(set_by_variables[name] != plain[name] for name in shared) > 50
+    assert {name: found[name] for name in shared} == {name: plain[name] for name in shared}
 
 
 class Step(nn.Module):
