@@ -232,6 +232,28 @@ def test_a_quantized_model_is_not_saved_as_a_plain_one(packed: Path, tmp_path: P
         save(load_dir(packed), tmp_path / "saved")
 
 
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "transformer.h.1.ln_1.bias", "lm_head.bias"])
+def test_what_stays_is_finite_too(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """A directory that took an hour to write and that no load accepts."""
+    file = tiny_checkpoint / "model.safetensors"
+    weights = load_file(file)
+    weights[name].view(-1)[-1] = torch.nan
+    save_file(weights, file)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "out", SPEC)
+
+
+def test_the_dtype_is_that_of_the_original(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A model in bf16 whose config.json names no dtype, and whose embedding in fp32 alone stays to tell it."""
+    file = tiny_checkpoint / "model.safetensors"
+    save_file({n: t if "wte" in n else t.bfloat16() for n, t in load_file(file).items()}, file)
+    raw = json.loads((tiny_checkpoint / "config.json").read_text())
+    config = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    (tiny_checkpoint / "config.json").write_text(json.dumps(config))
+    quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "out", SPEC)
+    assert load_dir(tmp_path / "out").dtype == load_dir(tiny_checkpoint, SPEC).dtype == torch.bfloat16
+
+
 # ---- gptq ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -160,6 +161,38 @@ def test_what_another_setting_left_is_not_used(
     for target in (out, tmp_path / "straight"):
         assert cli("quantize", tiny_checkpoint, target, "--group-size", "16", "--quiet")[0] == 0
     assert contents(out) == contents(tmp_path / "straight")
+
+
+def test_a_journal_without_its_weights_is_not_believed(tiny_checkpoint: Path, tmp_path: Path, cli: Cli) -> None:
+    """Zeros where the weights were that somebody deleted from an unfinished directory."""
+    out = tmp_path / "out"
+    subprocess.run(
+        [sys.executable, "-c", KILLED, "20", "quantize", str(tiny_checkpoint), str(out), "--group-size", "16"],
+        check=False,
+    )
+    (tmp_path / ".out.partial" / "model.int4.safetensors").unlink()
+    for target in (out, tmp_path / "straight"):
+        assert cli("quantize", tiny_checkpoint, target, "--group-size", "16", "--quiet")[0] == 0
+    assert contents(out) == contents(tmp_path / "straight")
+
+
+def test_a_disk_that_gets_full_is_named(
+    tiny_checkpoint: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "standard output: no space left", or an unexpected error, for a disk that cannot be written."""
+    (tmp_path / "file").touch()
+    code, _, err = cli("quantize", tiny_checkpoint, tmp_path / "file" / "out", "--group-size", "16")
+    assert (code, "write a quantized checkpoint" in err, "unexpected" in err) == (1, True, False), err
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        code, _, err = cli("quantize", tiny_checkpoint, tmp_path / "out", "--group-size", "16")
+    assert (code, "standard output" in err, "No space left" in err) == (1, False, True), err
+    assert not (tmp_path / "out").exists()
+    assert cli("quantize", tiny_checkpoint, tmp_path / "out", "--group-size", "16")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,24 @@ class PackedWriter:
         done: what `finish` noted, of this and of earlier runs, by tensor.
 
     Raises:
-        CheckpointError: the target is occupied, or another process writes it.
+        CheckpointError: the target is occupied, another process writes it, or the disk cannot be written (then also
+            when the `with` block is left).
         MachineError: the disk has no room.
     """
 
     def __init__(self, target: str | Path, tensors: Sequence[TensorInfo], identity: str) -> None:
         self.target = Path(target).expanduser().resolve()
-        self._check_target()
         ordered = sorted(tensors, key=lambda info: (-_alignment(info), info.name))
         self._header, self._places, self.num_bytes = _header(ordered)
         self._infos = {info.name: info for info in tensors}
         self._staging = self.target.with_name(f".{self.target.name}.partial")
+        try:
+            self._open(identity)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _open(self, identity: str) -> None:
+        self._check_target()
         self._staging.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._staging, os.O_RDONLY)
         try:
@@ -102,6 +109,8 @@ class PackedWriter:
         self._journal.close()
         os.close(self._file)
         os.close(self._lock)
+        if isinstance(error, OSError):
+            raise self._failed(error) from error
 
     def write(self, name: str, tensor: Tensor, first_row: int = 0) -> None:
         """Put rows of a tensor, or all of it, into the file."""
@@ -146,6 +155,14 @@ class PackedWriter:
         os.replace(self._staging, self.target)
         flush(self.target.parent)
 
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            asked=f"write a quantized checkpoint to {self.target}",
+            found=str(error),
+            rule=f"the directory is whole or not there; what is finished stays in {self._staging}",
+            fix="correct the cause and run the same command again: it goes on from there",
+        )
+
     def _check_target(self) -> None:
         if self.target.exists() and not (self.target.is_dir() and not any(self.target.iterdir())):
             raise CheckpointError(
@@ -175,7 +192,9 @@ class PackedWriter:
                 if not line.endswith("\n"):  # the process was killed while it wrote this
                     break
                 lines.append(json.loads(line))
-        if not lines or lines[0] != {"identity": identity}:
+        file = self._staging / QUANTIZED
+        is_whole = file.is_file() and file.stat().st_size == self.num_bytes
+        if not is_whole or not lines or lines[0] != {"identity": identity}:
             for entry in self._staging.iterdir():
                 entry.unlink()
             return {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bluejay.checkpoint import Checkpoint, PackedWriter, TensorInfo, check_fit
-from bluejay.config import QUANT_FORMAT_VERSION, ZERO_CONVENTION, ModelConfig, QuantSpec, digest
+from bluejay.config import DTYPES, QUANT_FORMAT_VERSION, ZERO_CONVENTION, ModelConfig, QuantSpec, digest
 from bluejay.errors import CheckpointError, ConfigError
 from bluejay.events import Event, Observer, ignore
 from bluejay.models import GPTJ, Block
@@ -203,7 +203,10 @@ def quantize_checkpoint(
             "summary": summary,
             "tensors": [record.as_dict() for record in records],
         }
-        writer.publish(checkpoint.directory, source.config, spec, content, card(records, spec, summary))
+        # What stays is not what most bytes had, so a reader could not tell the dtype from that.
+        dtype = str(checkpoint.dtype).removeprefix("torch.")
+        config = dataclasses.replace(source.config, dtype=dtype) if dtype in DTYPES else source.config
+        writer.publish(checkpoint.directory, config, spec, content, card(records, spec, summary))
     return records
 
 
@@ -379,7 +382,15 @@ def _copy(source: QuantizedSource, name: str, writer: PackedWriter) -> None:
     held = name if name in source.checkpoint.tensors else f"{HEAD}.weight"
     width = info.num_bytes // info.shape[0] // info.dtype.itemsize
     for start, stop in row_chunks((info.shape[0], width)):
-        writer.write(name, source.checkpoint.read_rows(held, start, stop), start)
+        rows = source.checkpoint.read_rows(held, start, stop)
+        if not all(bool(extreme.isfinite()) for extreme in rows.aminmax()):
+            raise CheckpointError(
+                asked=f"quantize {source.directory}",
+                found=f"NaN or infinity in {name}",
+                rule="weights are finite numbers; one NaN spreads to every logit",
+                fix="use an undamaged checkpoint",
+            )
+        writer.write(name, rows, start)
 
 
 def _record(raw: Mapping[str, Any]) -> TensorRecord:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bluejay.errors import CheckpointError
 from bluejay.quant.packing import (
     Noise,
     PackedWeight,
@@ -48,11 +49,19 @@ def gptq(weight: Tensor, moments: Tensor, group_size: int, name: str = "a weight
         weight: [N, K]   moments: [K, K], overwritten
 
     Raises:
-        ConfigError: the group is larger than K.  CheckpointError: values that fp16 cannot hold.
+        ConfigError: the group is larger than K.
+        CheckpointError: values that fp16 cannot hold, or moments that are not finite.
     """
     num_rows, width = weight.shape
     check_group(name, width, group_size)
     check_range(weight, name)
+    if not bool(moments.isfinite().all()):
+        raise CheckpointError(
+            asked=f"gptq of {name}",
+            found="inputs that are not finite when calibration text goes through the layers before it",
+            rule="layers are fed in fp32, which ends at 3.4e38",
+            fix="check the weights, or take method minmax or mse, which look at weights alone",
+        )
     feedback = _feedback(moments)
     left = weight.float().clone()  # [N, K], corrected as columns are rounded
     codes = torch.empty(num_rows, width, dtype=torch.uint8)
