@@ -134,7 +134,9 @@ def test_only_needed_files(
     formats: tuple[str, ...],
     wanted: str,
 ) -> None:
-    """Every format of a 24 GB repository is downloaded, or a .bin although safetensors are there."""
+    """Every format of a 24 GB repository is downloaded, or a .bin although safetensors are there; what ends a text
+    is not."""
+    (tiny_checkpoint / "generation_config.json").write_text('{"eos_token_id": 5}')
     kept = open_checkpoint(tiny_checkpoint)
     tensors = {name: kept.read(name).clone() for name in kept.tensors}
     remote = tmp_path / "remote"
@@ -168,7 +170,7 @@ def test_only_needed_files(
         "bin": {"pytorch_model.bin"},
         "index": {"model.safetensors.index.json", "model-00001-of-00001.safetensors"},
     }[wanted]
-    others = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    others = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert {str(path.relative_to(local)) for path in local.rglob("*") if path.is_file()} == expected | others
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from bluejay.checkpoint import load_weights, open_checkpoint, save_checkpoint
-from bluejay.config import ModelConfig
+from bluejay.config import ModelConfig, QuantSpec
 from bluejay.errors import ConfigError
 from bluejay.models import GPTJ, resize_vocab
+from bluejay.quant import quantize_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -61,3 +62,11 @@ def test_never_shrinks(tiny_model: GPTJ) -> None:
     assert resize_vocab(tiny_model, 64).transformer.wte.weight is embedding
     with pytest.raises(ConfigError):
         resize_vocab(tiny_model, 0)
+
+
+def test_a_packed_head_does_not_grow(tiny_model: GPTJ) -> None:
+    """An AttributeError, after the embedding has grown."""
+    quantize_model(tiny_model, QuantSpec(group_size=16, layers=("lm_head",)))
+    with pytest.raises(ConfigError, match="quantize"):
+        resize_vocab(tiny_model, 80)
+    assert tiny_model.transformer.wte.num_embeddings == tiny_model.config.vocab_size == 64

@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from bluejay.checkpoint.files import BIN, CONFIG, QUANTIZED, SAFETENSORS, TOKENIZER_FILES, WEIGHTS
+from bluejay.checkpoint.files import BIN, CONFIG, GENERATION_CONFIG, QUANTIZED, SAFETENSORS, TOKENIZER_FILES, WEIGHTS
 from bluejay.errors import CheckpointError, ConfigError
 from bluejay.events import Event, Observer, ignore
 
@@ -58,7 +58,7 @@ def _snapshot(hub_id: str, revision: str | None, offline: bool, observe: Observe
     absent: Exception | None = None
     for weights in (SAFETENSORS, BIN):  # the second is fetched only where the first does not exist
         stem, suffix = weights.split(".")
-        patterns = [CONFIG, *TOKENIZER_FILES, f"{stem}*.{suffix}", f"{weights}.index.json"]
+        patterns = [CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES, f"{stem}*.{suffix}", f"{weights}.index.json"]
         try:
             directory = Path(
                 snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=offline)

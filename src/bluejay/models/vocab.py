@@ -20,7 +20,7 @@ def resize_vocab(model: GPTJ, vocab_size: int) -> GPTJ:
     A model has more rows than its tokenizer has entries for good reason (padding), so it never shrinks.
 
     Raises:
-        ConfigError: `vocab_size` is below the model's.
+        ConfigError: `vocab_size` is below the model's, or the head is packed to four bits.
 
     Source: Hewitt 2021, "Initializing new word embeddings for pretrained language models".
     """
@@ -35,6 +35,13 @@ def resize_vocab(model: GPTJ, vocab_size: int) -> GPTJ:
         )
     if vocab_size == old_size:
         return model
+    if not isinstance(model.lm_head, nn.Linear):
+        raise ConfigError(
+            asked=f"resize the vocabulary to {vocab_size}",
+            found=f"a head that is packed: {type(model.lm_head).__name__}",
+            rule="new rows are means of the old ones, which a packed weight no longer holds",
+            fix="resize the original model, then quantize it",
+        )
 
     def grown(old: Tensor) -> nn.Parameter:
         mean = old.float().mean(0, keepdim=True).to(old.dtype)
