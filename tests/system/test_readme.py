@@ -30,7 +30,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which `bluejay` is this source tree's, run by this Python."""
     folder = tmp_path_factory.mktemp("bin")
     script = f"""#!/bin/sh
-if [ "$1" = generate ]; then set -- "$@" --backend eager; fi
+case "$1" in
+  generate|evaluate) set -- "$@" --backend eager ;;
+  train) set -- "$@" --set compile=eager ;;
+esac
 exec {shlex.quote(sys.executable)} -m bluejay "$@"
 """
     (folder / "bluejay").write_text(script, encoding="utf-8")
@@ -42,6 +45,12 @@ exec {shlex.quote(sys.executable)} -m bluejay "$@"
         "PYTHONPATH": path,
         "BLUEJAY_CACHE": str(folder / "cache"),
     }
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a reader types all lines, one after the other."""
+    return tmp_path_factory.mktemp("workplace")
 
 
 def test_blocks_are_all_of_a_kind_that_is_checked() -> None:
@@ -65,12 +74,12 @@ def test_python_blocks_run(code: str, shell: dict[str, str], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("line", OURS)
-def test_commands_run(line: str, shell: dict[str, str], tmp_path: Path) -> None:
-    """An option that was renamed, or a combination that contradicts itself."""
+def test_commands_run(line: str, shell: dict[str, str], workplace: Path) -> None:
+    """An option that was renamed, or a combination that contradicts itself. Later lines use what earlier ones made."""
     command = line.replace(".venv/bin/bluejay", "bluejay")
     done = subprocess.run(
         ["sh", "-c", command],
-        cwd=tmp_path,
+        cwd=workplace,
         env=shell,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -78,7 +87,7 @@ def test_commands_run(line: str, shell: dict[str, str], tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() or "--interactive" in line
+    assert done.stdout.strip() or " > " in line or "--interactive" in line
 
 
 @pytest.mark.parametrize("line", SETUP)
