@@ -35,6 +35,25 @@ def test_a_plan_reads_no_weight(tiny_checkpoint: Path, capsys: pytest.CaptureFix
     assert plans[0]["num_devices"] == 2
 
 
+def test_a_quantized_directory_is_planned_as_it_is(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches packed weights counted as plain ones, and packing of what is packed."""
+    out, some = tmp_path / "out", tmp_path / "some"
+    assert run(["quantize", str(tiny_checkpoint), str(out), "--group-size", "16", "--quiet"]) == 0
+    assert run(["quantize", str(tiny_checkpoint), str(some), "--group-size", "16", "--quiet", "--layers", "fc_in"]) == 0
+    capsys.readouterr()
+    plans = []
+    for command in ([str(out)], [str(tiny_checkpoint), "--quantize", "int4-g16"]):
+        assert run(["plan", *command, "--json"]) == 0
+        plans.append({**json.loads(capsys.readouterr().out), "model": ""})
+    assert plans[0] == plans[1]
+    assert run(["plan", str(out), "--quantize", "int4-g16"]) == 2
+    assert "already packed as int4-g16" in capsys.readouterr().err
+    assert run(["plan", str(some)]) == 2
+    assert "layers fc_in packed" in capsys.readouterr().err
+
+
 def test_a_file_gives_settings_and_options_override_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a setting of the file that is dropped, one that beats the command line, and an unknown one."""
     file = tmp_path / "plan.yaml"

@@ -4,7 +4,7 @@ from bluejay.checkpoint.load import Checkpoint, WeightSource, check_fit, load_we
 from bluejay.checkpoint.packed import PackedWriter
 from bluejay.checkpoint.reader import TensorInfo
 from bluejay.checkpoint.save import save_checkpoint
-from bluejay.checkpoint.shape import read_config
+from bluejay.checkpoint.shape import read_config, read_quantization
 from bluejay.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "load_weights",
     "open_checkpoint",
     "read_config",
+    "read_quantization",
     "save_checkpoint",
 ]

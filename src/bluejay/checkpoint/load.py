@@ -102,7 +102,7 @@ def open_checkpoint(
     generation_file = directory / GENERATION_CONFIG
     if generation_file.is_file():  # where newer releases keep what ends a text
         raw |= {k: v for k, v in read_json(generation_file).items() if k == "eos_token_id" and v is not None}
-    quantization = _quantization(raw, config_file)
+    quantization = quantization_of(raw, config_file)
     config = ModelConfig.from_hf(raw, str(config_file))
     paths, index, warnings = find_weights(directory, WEIGHTS if quantization is None else (QUANTIZED,))
     files = {path.name: WeightFile(path) for path in paths}
@@ -126,7 +126,7 @@ def open_checkpoint(
     )
 
 
-def _quantization(raw: Mapping[str, Any], source: Path) -> QuantSpec | None:
+def quantization_of(raw: Mapping[str, Any], source: Path) -> QuantSpec | None:
     """What our own `quantization_config` in a config.json says; another tool's is refused by `ModelConfig.from_hf`.
 
     Raises:

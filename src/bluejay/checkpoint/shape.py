@@ -1,12 +1,14 @@
-"""The shape of a model from its config.json alone."""
+"""The shape of a model, and how it is packed, from its config.json alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from bluejay.checkpoint.files import CONFIG, contents, read_json
 from bluejay.checkpoint.hub import HUB_ID, unavailable
-from bluejay.config import ModelConfig
+from bluejay.checkpoint.load import quantization_of
+from bluejay.config import ModelConfig, QuantSpec
 from bluejay.errors import CheckpointError
 
 
@@ -16,6 +18,20 @@ def read_config(source: str | Path, *, offline: bool = False) -> ModelConfig:
     Raises:
         CheckpointError: absent, unreadable, or not of the GPT-J architecture.
     """
+    raw, path = _read(source, offline)
+    return ModelConfig.from_hf(raw, str(path))
+
+
+def read_quantization(source: str | Path, *, offline: bool = False) -> QuantSpec | None:
+    """How the linear layers of the same are packed; None where they are not.
+
+    Raises:
+        CheckpointError: absent, unreadable, or packed by a release that this one cannot read.
+    """
+    return quantization_of(*_read(source, offline))
+
+
+def _read(source: str | Path, offline: bool) -> tuple[dict[str, Any], Path]:
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / CONFIG).is_file():
@@ -35,7 +51,7 @@ def read_config(source: str | Path, *, offline: bool = False) -> ModelConfig:
             rule=f"a model is a preset, a {CONFIG}, a directory with one, or a hub id such as owner/name",
             fix="correct the name",
         )
-    return ModelConfig.from_hf(read_json(path), str(path))
+    return read_json(path), path
 
 
 def _fetch(hub_id: str, offline: bool) -> Path:

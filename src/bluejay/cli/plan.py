@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from bluejay.config import Layout, ModelConfig
+    from bluejay.config import Layout, ModelConfig, QuantSpec
     from bluejay.parallel import Plan
 
 
@@ -66,7 +66,8 @@ def plan(
     }
     settings = {} if config is None else _read(config, list(given))
     settings |= {name: value for name, value in given.items() if value is not None}
-    made = make_plan(_shape(model, offline), settings)
+    shape, packing = _shape(model, offline)
+    made = make_plan(shape, settings if packing is None else _as_packed(model, packing, settings))
     if json:
         print(json_format.dumps({"model": model, **made.as_dict()}))
     else:
@@ -158,14 +159,41 @@ def rows_of(made: Plan) -> list[list[str]]:
     return rows
 
 
-def _shape(model: str, offline: bool) -> ModelConfig:
+def _shape(model: str, offline: bool) -> tuple[ModelConfig, QuantSpec | None]:
+    """A model's shape, and how it is packed already."""
     from bluejay.config import preset, preset_names
 
     if model in preset_names():
-        return preset(model)
-    from bluejay.checkpoint import read_config
+        return preset(model), None
+    from bluejay.checkpoint import read_config, read_quantization
 
-    return read_config(model, offline=offline)
+    return read_config(model, offline=offline), read_quantization(model, offline=offline)
+
+
+def _as_packed(model: str, packing: QuantSpec, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the format that a quantized directory has.
+
+    Raises:
+        ConfigError: another format was asked for, or only some of its layers are packed.
+    """
+    from bluejay.config import QUANT_LAYERS
+    from bluejay.errors import ConfigError
+
+    if settings.get("quantize"):
+        raise ConfigError(
+            asked=f"a plan of {model} with --quantize {settings['quantize']}",
+            found=f"weights already packed as {packing.name}",
+            rule="packing what is packed only adds error",
+            fix="leave --quantize out, or name the original model",
+        )
+    if set(packing.layers) != set(QUANT_LAYERS):
+        raise ConfigError(
+            asked=f"a plan of {model}",
+            found=f"layers {', '.join(packing.layers)} packed as {packing.name}, and no others",
+            rule="a plan counts all linear layers packed, or none",
+            fix="plan the original model with and without --quantize: this one is between the two",
+        )
+    return {**settings, "quantize": packing.name}
 
 
 def _read(file: Path, known: list[str]) -> dict[str, Any]:
