@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import bluejay
 from bluejay.cli import run
+from bluejay.cli.evaluate import read_text
 from bluejay.config import QuantSpec
 from bluejay.quant import quantize_model
 
@@ -110,6 +111,7 @@ def test_bytes_of_nano(nano_dir: Path, tmp_path: Path, cli: Cli) -> None:
 KILLED = """
 import os, signal, sys
 from bluejay.cli import run
+from bluejay.cli.evaluate import read_text
 from bluejay.cli.display import Display
 limit, seen = int(sys.argv[1]), 0
 
@@ -278,3 +280,10 @@ def test_the_card_has_figures(tiny_checkpoint: Path, tmp_path: Path, text_file: 
     for name, value in quality.items():
         assert f"| {name} | {value:.4f} |" in card
     assert os.listdir(out).count("README.md") == 1
+
+
+def test_every_byte_of_a_text_counts(tmp_path: Path) -> None:
+    """A text whose ends of lines were made into others before it was scored."""
+    file = tmp_path / "lines.txt"
+    file.write_bytes("the\r\ncat\u00e9\r".encode())
+    assert read_text(file, "--text") == "the\r\ncat\u00e9\r"

@@ -44,6 +44,7 @@ def decode_loops(
     iterations: Annotated[int, typer.Option(help="Steps a call of the device loop.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each loop; the loops take turns.")] = 5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
+    quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     backend: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
     blocks: Annotated[str, typer.Option(help="auto, inline or shared.")] = "auto",
     json: Annotated[bool, typer.Option(help="Print one JSON object.")] = False,
@@ -60,6 +61,7 @@ def decode_loops(
             engine = bluejay.load(
                 model,
                 dtype=dtype or None,
+                quantize=quantize,
                 max_rows=1,
                 loop=loop,
                 iterations=iterations,
@@ -99,8 +101,8 @@ def decode_loops(
                 )
             )
     if json:
-        record = {"model": model, "new": new, "iterations": iterations, "rounds": rounds, "backend": backend}
-        print(json_format.dumps({**record, "loops": [asdict(figures) for figures in table]}))
+        record = {"model": model, "quantize": quantize, "new": new, "iterations": iterations, "rounds": rounds}
+        print(json_format.dumps({**record, "backend": backend, "loops": [asdict(figures) for figures in table]}))
     else:
         _show(table, iterations)
 

@@ -76,12 +76,22 @@ def quantization(
             else "leave --calibration out, or add gptq to --methods",
         )
     scored = read_text(text, "--text")
+    if html is not None and not html.parent.is_dir():
+        raise RequestError(
+            asked=f"--html {html}",
+            found=f"no folder {html.parent}",
+            rule="it is asked before anything is measured",
+            fix="name a file in a folder that is there",
+        )
 
     from bluejay.build import locate
     from bluejay.checkpoint import open_checkpoint
-    from bluejay.quant import quantize_checkpoint
+    from bluejay.quant import QuantizedSource, quantize_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="bluejay-bench-") as folder, Display(quiet=json) as display:
+        original = open_checkpoint(locate(model), offline=offline, observe=display)
+        for spec in specs:
+            QuantizedSource(original, spec)  # what does not fit the model is told before anything is measured
 
         def load(spec: QuantSpec | None) -> Engine:
             import bluejay
@@ -90,9 +100,8 @@ def quantization(
             if spec is not None and spec.method == "gptq":
                 assert calibration is not None
                 source, packing = str(Path(folder) / spec.name), None
-                checkpoint = open_checkpoint(locate(model), offline=offline, observe=display)
-                ids = calibration_ids(calibration, checkpoint, calibration_tokens)
-                quantize_checkpoint(checkpoint, source, spec, calibration=ids, observe=display)
+                ids = calibration_ids(calibration, original, calibration_tokens)
+                quantize_checkpoint(original, source, spec, calibration=ids, observe=display)
             return bluejay.load(
                 source,
                 quantize=packing,

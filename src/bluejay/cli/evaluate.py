@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gave for the task; None where it gave nothing."""
+    """What the command line gave for the task."""
 
     text: Path | None
-    stride: int | None
+    stride: int = 0
     data: str = ""
     split: str = ""
 
@@ -49,7 +49,7 @@ def _perplexity(options: Options) -> Callable[[Engine, Observer], Outcome]:
     def run(engine: Engine, observe: Observer) -> Outcome:
         from bluejay.tasks import perplexity
 
-        score = perplexity(engine, text, stride=options.stride or 0, observe=observe)
+        score = perplexity(engine, text, stride=options.stride, observe=observe)
         rate = score.num_tokens / score.seconds
         return Outcome(
             dataclasses.asdict(score),
@@ -115,7 +115,7 @@ def evaluate(
     context: Annotated[int, typer.Option(help="Tokens a row may hold, and a window; 0: the model's window.")] = 0,
     data: Annotated[str, typer.Option(help="mnli: a .jsonl file, or a hub id.")] = "",
     split: Annotated[str, typer.Option(help="mnli: which split of a hub id, such as validation_matched.")] = "",
-    stride: Annotated[int | None, typer.Option(help="perplexity: tokens from a window to the next.")] = None,
+    stride: Annotated[int, typer.Option(help="perplexity: tokens from a window to the next; 0: half of one.")] = 0,
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
@@ -165,7 +165,7 @@ def read_text(file: Path | None, option: str) -> str:
     if file is None:
         raise RequestError(asked="a text", found=f"no {option}", fix=f"name a UTF-8 text file with {option}")
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode()  # not read_text, which makes one character of the two that end a line
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 at byte {error.start}"
         raise RequestError(
