@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "int4_paths.h"
@@ -21,7 +22,6 @@ using torch::stable::Tensor;
 
 constexpr int64_t kRowsAtOnce = 256;    // what is packed of x then stays near, however long the prompt
 constexpr int64_t kLongestSegment = 256;
-constexpr int kPiecesPerThread = 8;     // of the outputs: a thread that was held up leaves its pieces to the others
 
 // Bit by bit what the paths need; Python asks for it.
 enum Feature : unsigned { kAvx2 = 1, kAvx512 = 2, kVnni = 4 };
@@ -114,13 +114,25 @@ void multiply(const Path& path, const Weights& w, const void* x, int64_t num_row
     part.y = static_cast<char*>(result.y) + done * result.outputs * y_size;
     const int64_t threads = torch::stable::get_num_threads();
     const int64_t steps = (w.blocks + path.step - 1) / path.step;
-    const int64_t piece = std::max<int64_t>(1, steps / (threads * kPiecesPerThread));
-    std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, std::min(threads, (steps + piece - 1) / piece), 1, [&](int64_t, int64_t) {
+    std::atomic<int64_t> taken{0};
+    // A share of what is left: large pieces first, and a thread that was held up leaves the small ones to the others. A
+    // piece is taken before the one in hand is worked on, whose end asks memory for the next one's beginning.
+    const auto take = [&]() -> std::pair<int64_t, int64_t> {
+      int64_t begin = taken.load(), end;
+      do {
+        end = begin + std::min(steps - begin, std::max<int64_t>(1, (steps - begin) / (4 * threads)));
+      } while (!taken.compare_exchange_weak(begin, end));
+      return {begin, end};
+    };
+    torch::stable::parallel_for(0, std::min(threads, steps), 1, [&](int64_t, int64_t) {
       thread_local std::vector<float> kept;
       float* totals = room(kept, count * path.step * kOutputs);
-      for (int64_t begin; (begin = next.fetch_add(piece)) < steps;)
-        path.run(w, rows, part, begin * path.step, std::min((begin + piece) * path.step, w.blocks), totals);
+      for (auto now = take(); now.first < steps;) {
+        const auto next = take();
+        path.run(w, rows, part, now.first * path.step, std::min(now.second * path.step, w.blocks), next.first * path.step,
+                 totals);
+        now = next;
+      }
     });
   }
 }

@@ -10,6 +10,9 @@
 // and p = 16 a + b carries the low halves of both: `a` for the x of A, b for the x of B; what p adds to either beyond its
 // own low half is taken out of q and r. Sums of 256 products fit 32 bits and are exact.
 //
+// The coarse bytes q and r of a segment come first, their sum is shifted by 8 bits, and p is added to it: one register for
+// each output block and row, so that eight rows of two blocks fit.
+//
 // The rounding errors of a segment meet the code's mean in full. Their sum is known, so 7.5 times it is put right where
 // the dot product starts, and only the part that varies with the code remains.
 #include "int4_paths.h"
@@ -100,36 +103,55 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
     const auto* words = reinterpret_cast<const int32_t*>(x + begin * M * 3);
     const char* codes = reinterpret_cast<const char*>(w.codes) + block * length + begin * 64;
     const char* next = codes_ahead(w, ahead, s, first);
-    int64_t turn = ahead.part;
-    __m512i coarse[B][M], fine[B][M];
-    for (int b = 0; b < B; ++b)
-      for (int m = 0; m < M; ++m) {
-        coarse[b][m] = _mm512_setzero_si512();
-        fine[b][m] = _mm512_set1_epi32(segments[s * M + m].start);
+    if (ahead.part == 0)
+      for (int b = 0; b < B; ++b) {
+        const int64_t group = group_of(w, ahead.block + b, ahead.segment + s - first);
+        _mm_prefetch(w.scales + group, _MM_HINT_T0);
+        _mm_prefetch(w.biases + group, _MM_HINT_T0);
       }
+    int64_t turn = ahead.part;
+    __m512i sums[B][M];
+    for (auto& block_sums : sums)
+      for (auto& sum : block_sums) sum = _mm512_setzero_si512();
     for (int64_t c = 0; c < chunks; ++c) {
       if (turn-- == 0) {
         turn = ahead.parts - 1;
         for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_T0);
       }
-      __m512i raw[B], low[B], high[B];
+      __m512i low[B], high[B];
 #pragma GCC unroll 2
       for (int b = 0; b < B; ++b) {
-        raw[b] = _mm512_loadu_si512(codes + b * length + c * 64);
-        low[b] = _mm512_and_si512(raw[b], digits);
-        high[b] = _mm512_and_si512(_mm512_srli_epi32(raw[b], 4), digits);
+        const __m512i raw = _mm512_loadu_si512(codes + b * length + c * 64);
+        low[b] = _mm512_and_si512(raw, digits);
+        high[b] = _mm512_and_si512(_mm512_srli_epi32(raw, 4), digits);
       }
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m, words += 3) {
-        const __m512i q = _mm512_set1_epi32(words[0]);
+      for (int m = 0; m < M; ++m) {
+        const __m512i q = _mm512_set1_epi32(words[(c * M + m) * 3]);
 #pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(coarse[b][m], low[b], q);
-        const __m512i p = _mm512_set1_epi32(words[2]);
+        for (int b = 0; b < B; ++b) add(sums[b][m], low[b], q);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const __m512i r = _mm512_set1_epi32(words[(c * M + m) * 3 + 1]);
 #pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(fine[b][m], raw[b], p);
-        const __m512i r = _mm512_set1_epi32(words[1]);
+        for (int b = 0; b < B; ++b) add(sums[b][m], high[b], r);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(coarse[b][m], high[b], r);
+      for (int b = 0; b < B; ++b)
+        sums[b][m] = _mm512_add_epi32(_mm512_slli_epi32(sums[b][m], 8), _mm512_set1_epi32(segments[s * M + m].start));
+    for (int64_t c = 0; c < chunks; ++c) {
+      __m512i raw[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) raw[b] = _mm512_loadu_si512(codes + b * length + c * 64);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const __m512i p = _mm512_set1_epi32(words[(c * M + m) * 3 + 2]);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; ++b) add(sums[b][m], raw[b], p);
       }
     }
 #pragma GCC unroll 2
@@ -143,8 +165,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
       for (int m = 0; m < M; ++m) {
         const Segment& segment = segments[s * M + m];
         float* total = totals + (b * M + m) * kOutputs;
-        const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(coarse[b][m], 8), fine[b][m]);
-        const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(segment.step));
+        const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[b][m]), _mm512_set1_ps(segment.step));
         const __m512 value = _mm512_fmadd_ps(scale, dot, _mm512_loadu_ps(total));
         _mm512_storeu_ps(total, _mm512_fmadd_ps(bias, _mm512_set1_ps(segment.sum), value));
       }
@@ -154,7 +175,7 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
 
 }  // namespace
 
-// Few rows wait for memory: one block after the other is one stream of codes, and one tile takes all rows. With more rows
-// two blocks share each load of x.
-const Path int4_avx512_vnni_few = {"avx512", 8, 1, 3, pack, run_path<1, 8>};
-const Path int4_avx512_vnni = {"avx512", 6, 2, 3, pack, run_path<2, 6>};
+// One or two rows wait for memory: one block after the other is one stream of codes, which memory is best at. With more
+// rows two blocks share each load of x.
+const Path int4_avx512_vnni_few = {"avx512", 2, 1, 3, pack, run_path<1, 2>};
+const Path int4_avx512_vnni = {"avx512", 8, 2, 3, pack, run_path<2, 8>};

@@ -11,8 +11,8 @@
 
 namespace {
 
-constexpr int kOutputs = 16;         // of a block
-constexpr int64_t kCacheBytes = 16384;  // of codes that stay in the first cache while tiles of rows pass over them
+constexpr int kOutputs = 16;           // of a block
+constexpr int64_t kCacheBytes = 8192;  // of codes that stay in the first cache while tiles of rows pass over them
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -94,7 +94,7 @@ inline void pack_floats(const Weights& w, const float* x, int64_t rows, uint32_t
 }
 
 // What comes from memory next, and the share of it that a tile asks for while it computes: of every `parts` vectors of
-// codes the one after `part`. All tiles together ask for all, evenly, so that memory is as busy as the processor.
+// codes the one after `part`, and the first tile the scales. All tiles together ask for all, evenly, so that memory is as busy as the processor.
 struct Ahead {
   int64_t block, segment;
   int64_t part, parts;
@@ -121,9 +121,10 @@ struct Kernels {
   }
 };
 
-// Outputs of blocks [first, last), kStep blocks at a time.
+// Outputs of blocks [first, last), kStep blocks at a time; `next` is where the thread goes on afterwards.
 template <int kStep, int kRows>
-void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, float* totals) {
+void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
+              float* totals) {
   static constexpr Kernels<kStep, kRows> kernels;
   const int64_t pass = larger(1, kCacheBytes / (64 * kStep * w.segment_chunks));
   for (int64_t block = first; block < last; block += kStep) {
@@ -134,7 +135,7 @@ void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t 
       for (int64_t tile = 0; tile < rows.tiles; ++tile) {
         const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
         const Ahead ahead = to < w.segments ? Ahead{block, to, tile, rows.tiles}
-                                            : Ahead{block + kStep, 0, tile, rows.tiles};
+                                            : Ahead{block + kStep < last ? block + kStep : next, 0, tile, rows.tiles};
         kernels.of[count - 1][size - 1](w, block, from, to, rows.x + begin * rows.words,
                                         rows.segments + begin * w.segments, totals + begin * count * kOutputs, ahead);
       }
