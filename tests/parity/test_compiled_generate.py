@@ -99,6 +99,29 @@ def test_every_bucket_gives_the_ids_of_a_full_forward(compiled: MakeEngine, tiny
     assert engine.figures.compilations <= 9  # those of the fixture: nothing ran at a shape of its own
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_is_seen_by_no_one(compiled: MakeEngine, tiny_model: GPTJ, side: str) -> None:
+    """Law 3, B-19: three unequal prompts in one compiled chunk, padded before or after; then decoded, slots NaN."""
+    engine = compiled()
+    runner, (num_rows, slots, width) = engine._runner, TOGETHER
+    ids, positions = torch.full((2, num_rows, width), -1)
+    last = torch.zeros(num_rows, dtype=torch.int64)
+    for row, prompt in enumerate(PROMPTS):
+        first = width - len(prompt) if side == "left" else 0
+        ids[row, first : first + len(prompt)] = torch.tensor(prompt)
+        positions[row, first : first + len(prompt)] = torch.arange(len(prompt))
+        last[row] = first + len(prompt) - 1
+        runner.rows.assign(row, GREEDY, GREEDY.max_new_tokens, [], seed=0)
+    (tokens,) = runner.prefill(PrefillCall(num_rows, slots, width), 0, (ids.clamp(0), positions, last, ids.clamp(0)))
+    written = [tokens[:3]]
+    for row, prompt in enumerate(PROMPTS):
+        runner.rows.token[row], runner.rows.position[row], runner.rows.step[row] = tokens[row], len(prompt), 1
+    for _ in range(4):
+        written.append(runner.decode(DecodeCall(num_rows, slots, True))[0][:3, 0])
+    expected = [of_a_full_forward(tiny_model, prompt, 5) for prompt in PROMPTS]
+    assert torch.stack(written, dim=1).tolist() == expected
+
+
 def test_compiled_logits_equal_eager_ones(compiled: MakeEngine, make_engine: MakeEngine) -> None:
     """Law 2: log-probabilities within 1e-4; B-02 in the compiled path, where the head's bias could be lost."""
     settings: dict[str, Any] = {"logprobs": 8, "prompt_logprobs": 8}
