@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bluejay.generate import cover, fit
+from bluejay.generate.buckets import useful
 
 bucket_sets = st.builds(
     lambda sizes, unit: tuple(sorted(size * unit for size in sizes)),
@@ -75,3 +76,15 @@ def test_fit_is_the_smallest_that_holds(count: int, buckets: tuple[int, ...]) ->
         found = fit(count, tuple(reversed(buckets)))
         assert found >= count
         assert not any(count <= bucket < found for bucket in buckets)
+
+
+@given(
+    largest=st.integers(1, 300),
+    buckets=st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(sorted).map(tuple),
+    call_cost=st.integers(0, 64),
+)
+def test_useful_buckets_are_those_that_cover_takes(largest: int, buckets: tuple[int, ...], call_cost: int) -> None:
+    """A bucket that is used and was not compiled ahead; one as long as a prompt can never be, compiled for nobody."""
+    taken = {bucket for count in range(1, largest + 1) for bucket in cover(count, buckets, call_cost)}
+    assert taken <= set(useful(largest, buckets))
+    assert sum(bucket >= largest for bucket in useful(largest, buckets)) <= 1

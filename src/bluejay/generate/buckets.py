@@ -33,6 +33,11 @@ def cover(count: int, buckets: tuple[int, ...], call_cost: int) -> tuple[int, ..
     return tuple(sorted(used, reverse=True))
 
 
+def useful(largest: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """The buckets that `cover` may choose for at most `largest` items: none beyond the first that holds them all."""
+    return tuple(bucket for bucket in buckets if all(b < largest or b >= bucket for b in buckets))
+
+
 def fit(count: int, buckets: tuple[int, ...]) -> int:
     """The smallest bucket that holds `count` items.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bluejay.build import Built, Program
-from bluejay.generate.buckets import fit
+from bluejay.generate.buckets import fit, useful
 from bluejay.generate.steps import DecodeStep, GenerationStep, PrefillStep, Rows, flatten
 from bluejay.models import Block, KVCache
 
@@ -158,7 +158,7 @@ class Runner:
         """
         calls: list[Call] = []
         for num_rows, slots in itertools.product(self.batch_buckets, self.slot_buckets):
-            calls += [PrefillCall(num_rows, slots, width) for width in self.prefill_buckets]
+            calls += [PrefillCall(num_rows, slots, width) for width in useful(slots, self.prefill_buckets)]
             calls += [DecodeCall(num_rows, slots, greedy) for greedy in (True, False)]
         return calls
 
