@@ -43,13 +43,12 @@ unsigned features() {
 #endif
 }
 
-const Path& choose(const std::string& name, Type type, int64_t rows) {
+const Path& choose(const std::string& name, Type type) {
   if (name == "portable") return int4_portable;
 #if defined(__x86_64__)
   const bool any = name == "auto";
   if ((features() & kAvx512) && (any || name == "avx512")) {
-    if (type != Type::bfloat16 || !(features() & kVnni)) return int4_avx512;
-    return rows <= int4_avx512_vnni_few.tile_rows ? int4_avx512_vnni_few : int4_avx512_vnni;
+    return type == Type::bfloat16 && (features() & kVnni) ? int4_avx512_vnni : int4_avx512;
   }
   if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
   if (any) return int4_portable;
@@ -115,8 +114,7 @@ void multiply(const Path& path, const Weights& w, const void* x, int64_t num_row
     const int64_t threads = torch::stable::get_num_threads();
     const int64_t steps = (w.blocks + path.step - 1) / path.step;
     std::atomic<int64_t> taken{0};
-    // A share of what is left: large pieces first, and a thread that was held up leaves the small ones to the others. A
-    // piece is taken before the one in hand is worked on, whose end asks memory for the next one's beginning.
+    // A share of what is left: large pieces first, and a thread that was held up leaves the small ones to the others.
     const auto take = [&]() -> std::pair<int64_t, int64_t> {
       int64_t begin = taken.load(), end;
       do {
@@ -128,9 +126,9 @@ void multiply(const Path& path, const Weights& w, const void* x, int64_t num_row
       thread_local std::vector<float> kept;
       float* totals = room(kept, count * path.step * kOutputs);
       for (auto now = take(); now.first < steps;) {
-        const auto next = take();
-        path.run(w, rows, part, now.first * path.step, std::min(now.second * path.step, w.blocks), next.first * path.step,
-                 totals);
+        const auto next = take();  // before the work, whose end asks memory for what comes then
+        const int64_t end = std::min(now.second * path.step, w.blocks);
+        path.run(w, rows, part, now.first * path.step, end, next.first * path.step, totals);
         now = next;
       }
     });
@@ -178,7 +176,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, c
                   static_cast<const uint16_t*>(scales.data_ptr()),
                   static_cast<const uint16_t*>(biases.data_ptr()),
                   codes.size(0), codes.size(1), groups, (codes.size(1) * 8 + segment - 1) / segment, segment / 8};
-  multiply(choose(path, type, num_rows), w, rows.data_ptr(), num_rows, width,
+  multiply(choose(path, type), w, rows.data_ptr(), num_rows, width,
            {y.data_ptr(), added ? added->data_ptr() : nullptr, type, out_features});
   return y;
 }

@@ -55,5 +55,5 @@ inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * 
 
 extern const Path int4_portable;
 #if defined(__x86_64__)
-extern const Path int4_avx2, int4_avx512, int4_avx512_vnni, int4_avx512_vnni_few;
+extern const Path int4_avx2, int4_avx512, int4_avx512_vnni;
 #endif

@@ -10,9 +10,6 @@
 // and p = 16 a + b carries the low halves of both: `a` for the x of A, b for the x of B; what p adds to either beyond its
 // own low half is taken out of q and r. Sums of 256 products fit 32 bits and are exact.
 //
-// The coarse bytes q and r of a segment come first, their sum is shifted by 8 bits, and p is added to it: one register for
-// each output block and row, so that eight rows of two blocks fit.
-//
 // The rounding errors of a segment meet the code's mean in full. Their sum is known, so 7.5 times it is put right where
 // the dot product starts, and only the part that varies with the code remains.
 #include "int4_paths.h"
@@ -92,68 +89,121 @@ inline void add(__m512i& sum, __m512i codes, __m512i x) {
   asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
 }
 
+// What comes from memory next for a segment, one vector of each of B blocks at a time, when it is this tile's turn.
+template <int B>
+struct Prefetch {
+  const char* next;
+  int64_t length, turn, parts;
+
+  void operator()(int64_t c) {
+    if (turn-- != 0) return;
+    turn = parts - 1;
+    for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_T0);
+  }
+};
+
+inline __m512i of_coarse_and_fine(__m512i coarse, __m512i fine) {
+  return _mm512_add_epi32(_mm512_slli_epi32(coarse, 8), fine);
+}
+
+// 256 times the dot products of a segment, plus `start`. Few rows: each vector of codes is read once, and its three
+// products go to three sums, so that none waits for another.
+template <int B, int M>
+void dot_few(const char* codes, int64_t chunks, const int32_t* words, const Segment* segments, Prefetch<B> prefetch,
+             __m512i (&sums)[B][M]) {
+  const __m512i digits = _mm512_set1_epi8(15);
+  __m512i low[B][M], high[B][M], fine[B][M];
+  for (int b = 0; b < B; ++b)
+    for (int m = 0; m < M; ++m) {
+      low[b][m] = high[b][m] = _mm512_setzero_si512();
+      fine[b][m] = _mm512_set1_epi32(segments[m].start);
+    }
+  for (int64_t c = 0; c < chunks; ++c, words += 3 * M) {
+    prefetch(c);
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) {
+      const __m512i raw = _mm512_loadu_si512(codes + b * prefetch.length + c * 64);
+      const __m512i low_digits = _mm512_and_si512(raw, digits);
+      const __m512i high_digits = _mm512_and_si512(_mm512_srli_epi32(raw, 4), digits);
+#pragma GCC unroll 2
+      for (int m = 0; m < M; ++m) {
+        add(low[b][m], low_digits, _mm512_set1_epi32(words[3 * m]));
+        add(high[b][m], high_digits, _mm512_set1_epi32(words[3 * m + 1]));
+        add(fine[b][m], raw, _mm512_set1_epi32(words[3 * m + 2]));
+      }
+    }
+  }
+  for (int b = 0; b < B; ++b)
+    for (int m = 0; m < M; ++m)
+      sums[b][m] = of_coarse_and_fine(_mm512_add_epi32(low[b][m], high[b][m]), fine[b][m]);
+}
+
+// The same for more rows: the coarse bytes of the whole segment come first, and the fine ones are added to their sum,
+// shifted. One register is enough for each block and row, and eight rows of two blocks have room.
+template <int B, int M>
+void dot_many(const char* codes, int64_t chunks, const int32_t* words, const Segment* segments, Prefetch<B> prefetch,
+              __m512i (&sums)[B][M]) {
+  const __m512i digits = _mm512_set1_epi8(15);
+  for (auto& block : sums)
+    for (auto& sum : block) sum = _mm512_setzero_si512();
+  for (int64_t c = 0; c < chunks; ++c) {
+    prefetch(c);
+    __m512i low[B], high[B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) {
+      const __m512i raw = _mm512_loadu_si512(codes + b * prefetch.length + c * 64);
+      low[b] = _mm512_and_si512(raw, digits);
+      high[b] = _mm512_and_si512(_mm512_srli_epi32(raw, 4), digits);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m512i q = _mm512_set1_epi32(words[(c * M + m) * 3]);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) add(sums[b][m], low[b], q);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m512i r = _mm512_set1_epi32(words[(c * M + m) * 3 + 1]);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) add(sums[b][m], high[b], r);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) sums[b][m] = of_coarse_and_fine(sums[b][m], _mm512_set1_epi32(segments[m].start));
+  for (int64_t c = 0; c < chunks; ++c) {
+    __m512i raw[B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; ++b) raw[b] = _mm512_loadu_si512(codes + b * prefetch.length + c * 64);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m512i p = _mm512_set1_epi32(words[(c * M + m) * 3 + 2]);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) add(sums[b][m], raw[b], p);
+    }
+  }
+}
+
 template <int B, int M>
 void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const uint32_t* x, const Segment* segments,
             float* totals, const Ahead& ahead) {
-  const __m512i digits = _mm512_set1_epi8(15);
   const int64_t length = w.chunks * 64;
   for (int64_t s = first; s < last; ++s) {
     asm volatile("" ::: "memory");  // totals stay in memory: there are no registers for them beside the sums
     const int64_t begin = s * w.segment_chunks, chunks = end_of(w, s) - begin;
     const auto* words = reinterpret_cast<const int32_t*>(x + begin * M * 3);
     const char* codes = reinterpret_cast<const char*>(w.codes) + block * length + begin * 64;
-    const char* next = codes_ahead(w, ahead, s, first);
+    const Prefetch<B> prefetch{codes_ahead(w, ahead, s, first), length, ahead.part, ahead.parts};
     if (ahead.part == 0)
       for (int b = 0; b < B; ++b) {
         const int64_t group = group_of(w, ahead.block + b, ahead.segment + s - first);
         _mm_prefetch(w.scales + group, _MM_HINT_T0);
         _mm_prefetch(w.biases + group, _MM_HINT_T0);
       }
-    int64_t turn = ahead.part;
     __m512i sums[B][M];
-    for (auto& block_sums : sums)
-      for (auto& sum : block_sums) sum = _mm512_setzero_si512();
-    for (int64_t c = 0; c < chunks; ++c) {
-      if (turn-- == 0) {
-        turn = ahead.parts - 1;
-        for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_T0);
-      }
-      __m512i low[B], high[B];
-#pragma GCC unroll 2
-      for (int b = 0; b < B; ++b) {
-        const __m512i raw = _mm512_loadu_si512(codes + b * length + c * 64);
-        low[b] = _mm512_and_si512(raw, digits);
-        high[b] = _mm512_and_si512(_mm512_srli_epi32(raw, 4), digits);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const __m512i q = _mm512_set1_epi32(words[(c * M + m) * 3]);
-#pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(sums[b][m], low[b], q);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const __m512i r = _mm512_set1_epi32(words[(c * M + m) * 3 + 1]);
-#pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(sums[b][m], high[b], r);
-      }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
-      for (int b = 0; b < B; ++b)
-        sums[b][m] = _mm512_add_epi32(_mm512_slli_epi32(sums[b][m], 8), _mm512_set1_epi32(segments[s * M + m].start));
-    for (int64_t c = 0; c < chunks; ++c) {
-      __m512i raw[B];
-#pragma GCC unroll 2
-      for (int b = 0; b < B; ++b) raw[b] = _mm512_loadu_si512(codes + b * length + c * 64);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const __m512i p = _mm512_set1_epi32(words[(c * M + m) * 3 + 2]);
-#pragma GCC unroll 2
-        for (int b = 0; b < B; ++b) add(sums[b][m], raw[b], p);
-      }
-    }
+    if constexpr (M <= 2) dot_few<B, M>(codes, chunks, words, segments + s * M, prefetch, sums);
+    else dot_many<B, M>(codes, chunks, words, segments + s * M, prefetch, sums);
 #pragma GCC unroll 2
     for (int b = 0; b < B; ++b) {
       const int64_t group = group_of(w, block + b, s);
@@ -175,7 +225,4 @@ void kernel(const Weights& w, int64_t block, int64_t first, int64_t last, const 
 
 }  // namespace
 
-// One or two rows wait for memory: one block after the other is one stream of codes, which memory is best at. With more
-// rows two blocks share each load of x.
-const Path int4_avx512_vnni_few = {"avx512", 2, 1, 3, pack, run_path<1, 2>};
 const Path int4_avx512_vnni = {"avx512", 8, 2, 3, pack, run_path<2, 8>};
