@@ -241,6 +241,7 @@ def test_what_stays_is_finite_too(tiny_checkpoint: Path, tmp_path: Path, name: s
     save_file(weights, file)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "out", SPEC)
+    assert list(tmp_path.glob(".out*")) == []
 
 
 def test_the_dtype_is_that_of_the_original(tiny_checkpoint: Path, tmp_path: Path) -> None:

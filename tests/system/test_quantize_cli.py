@@ -165,14 +165,23 @@ def test_what_another_setting_left_is_not_used(
     assert contents(out) == contents(tmp_path / "straight")
 
 
-def test_a_journal_without_its_weights_is_not_believed(tiny_checkpoint: Path, tmp_path: Path, cli: Cli) -> None:
-    """Zeros where the weights were that somebody deleted from an unfinished directory."""
+@pytest.mark.parametrize("damage", ["weights", "journal"])
+def test_a_journal_without_its_weights_is_not_believed(
+    tiny_checkpoint: Path, tmp_path: Path, cli: Cli, damage: str
+) -> None:
+    """Zeros where the weights were that somebody deleted from an unfinished directory; a traceback where the journal is
+    what a disk kept of it."""
     out = tmp_path / "out"
     subprocess.run(
         [sys.executable, "-c", KILLED, "20", "quantize", str(tiny_checkpoint), str(out), "--group-size", "16"],
         check=False,
     )
-    (tmp_path / ".out.partial" / "model.int4.safetensors").unlink()
+    left = tmp_path / ".out.partial"
+    if damage == "weights":
+        (left / "model.int4.safetensors").unlink()
+    else:
+        lines = (left / "journal.jsonl").read_bytes().splitlines(keepends=True)
+        (left / "journal.jsonl").write_bytes(b"".join([*lines[:5], b"\0\xff\0\n", *lines[6:]]))
     for target in (out, tmp_path / "straight"):
         assert cli("quantize", tiny_checkpoint, target, "--group-size", "16", "--quiet")[0] == 0
     assert contents(out) == contents(tmp_path / "straight")

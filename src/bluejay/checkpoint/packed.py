@@ -28,7 +28,7 @@ from bluejay.checkpoint.files import (
 from bluejay.checkpoint.reader import TensorInfo
 from bluejay.checkpoint.save import write_json
 from bluejay.config import QUANT_FORMAT_VERSION, QUANT_METHOD, ZERO_CONVENTION, ModelConfig, QuantSpec, canonical
-from bluejay.errors import CheckpointError, MachineError
+from bluejay.errors import BluejayError, CheckpointError, MachineError
 from bluejay.files import flush
 from bluejay.units import format_bytes
 
@@ -108,6 +108,8 @@ class PackedWriter:
     ) -> None:
         self._journal.close()
         os.close(self._file)
+        if isinstance(error, BluejayError):  # the same call would fail again: nothing is worth keeping
+            shutil.rmtree(self._staging, ignore_errors=True)
         os.close(self._lock)
         if isinstance(error, OSError):
             raise self._failed(error) from error
@@ -188,10 +190,13 @@ class PackedWriter:
         journal = self._staging / _JOURNAL
         lines = []
         if journal.is_file():
-            for line in journal.read_text(encoding="utf-8").splitlines(keepends=True):
-                if not line.endswith("\n"):  # the process was killed while it wrote this
+            for line in journal.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n"):  # the process was killed while it wrote this
                     break
-                lines.append(json.loads(line))
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:  # the machine was, and the disk kept less than it had said
+                    break
         file = self._staging / QUANTIZED
         is_whole = file.is_file() and file.stat().st_size == self.num_bytes
         if not is_whole or not lines or lines[0] != {"identity": identity}:
