@@ -145,7 +145,7 @@ def test_edges_are_allowed(settings: dict[str, Any]) -> None:
         ({"stop_ids": range(3)}, (0, 1, 2)),
         ({"stop_ids": None}, ()),
     ],
-    ids=str,
+    ids=range(7),
 )
 def test_one_or_many_stops(given_: dict[str, Any], expected: tuple[Any, ...]) -> None:
     """A string spread into its letters, a generator used up by the check, a list that makes the config unhashable."""
