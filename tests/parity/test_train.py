@@ -49,9 +49,10 @@ def trainer_of(tiny_hf: nn.Module, tiny_config: ModelConfig, tiny_checkpoint: Pa
         name: str = "run",
         layers: int = 2,
         rounded: bool = False,
+        tied: bool = False,
         **more: Any,
     ) -> Trainer:
-        model = GPTJ(replace(tiny_config, n_layer=layers)).eval()
+        model = GPTJ(replace(tiny_config, n_layer=layers, tie_word_embeddings=tied)).eval()
         model.load_state_dict(tiny_hf.state_dict(), strict=layers == 2)
         if rounded:
             model.bfloat16().float()
@@ -424,6 +425,18 @@ def test_gradients_of_half_precision(trainer_of: MakeTrainer, monkeypatch: pytes
     assert relative(found["fp16"], found["fp32"]) < 0.005
 
 
+def test_gradient_of_a_frequent_token(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an embedding, shared with the head, that adds up a row for every occurrence of a token in bf16: after
+    some hundred the sum stops growing, and the commonest tokens learn least."""
+    source = Blocks(Samples.of([([7] * 2049, 0)], 64), 32)
+    found: dict[str, Tensor] = {}
+    for precision in ("fp32", "bf16"):
+        config = replace(BASE, steps=1, micro_batch=64, precision=precision)
+        trainer = trainer_of(config, source, name=precision, tied=True)
+        found[precision] = gradients_of(trainer, monkeypatch)["transformer.wte.weight"]
+    assert relative(found["bf16"], found["fp32"]) < 0.03
+
+
 def test_masters_move_in_bf16(trainer_of: MakeTrainer) -> None:
     """B-38: at a rate of 5e-6 no bf16 weight moves, and no error says so; the masters must, as fp32 weights do.
 
@@ -502,6 +515,56 @@ def test_nan_stops_the_run(trainer_of: MakeTrainer) -> None:
     assert "update 4 of 10" in caught.value.asked
     assert "update-00000002" in caught.value.fix
     assert trainer.checkpoints.last().update == 2  # type: ignore[union-attr]
+
+
+def test_a_validation_loss_that_is_none_stops_the_run(trainer_of: MakeTrainer) -> None:
+    """B-39: nothing is less than nan, so a first evaluation that gives it would stay the best to the end."""
+    valid = Blocks(Samples.of([([5] * 9, 8)], 64), 4)  # its first block has no target
+    config = replace(BASE, data=DataConfig(valid="given"), eval_every=2, eval_rows=1, save_every=1)
+    with pytest.raises(TrainingError) as caught:
+        trainer_of(config, valid=valid).run()
+    assert "nan over 0 targets" in caught.value.found
+    assert "update-00000001" in caught.value.fix
+
+
+def test_saving_beside_the_next_updates(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a checkpoint that mixes weights of one update with those of the next: written while training goes on,
+    each is the one that would have been written at once. And a failed one must not go unnoticed."""
+    import bluejay.train.loop as module
+
+    config = replace(BASE, save_every=3, keep=9, ema=0.9, steps=7)
+    at_once = trainer_of(config, name="at once")
+    at_once.run()
+    beside = trainer_of(replace(config, async_save=True), name="beside")
+    write, updated = module.save, threading.Event()
+
+    def write_late(*arguments: Any) -> None:
+        assert beside.update == 7 or updated.wait(30)
+        write(*arguments)
+
+    def note() -> bool:
+        if beside.update in (5, 7):
+            updated.set()  # two updates after the snapshot
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "save", write_late)
+        beside.run(note)
+    saves = [e.fields["update"] for e in beside.events if e.name == "train.save"]  # type: ignore[attr-defined]
+    assert saves == [3, 6, 7]
+    for a, b in zip(at_once.checkpoints.all(), beside.checkpoints.all(), strict=True):
+        for file in ("model/model.safetensors", "state.safetensors"):
+            assert (a.folder / file).read_bytes() == (b.folder / file).read_bytes()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save", full)
+    failing = trainer_of(replace(config, async_save=True), name="failing")
+    with pytest.raises(TrainingError) as caught:
+        failing.run()
+    assert "No space left" in caught.value.found
+    assert failing.checkpoints.all() == []
 
 
 def test_early_stopping_and_the_best(trainer_of: MakeTrainer) -> None:

@@ -139,7 +139,7 @@ def wait_for(folder: Path, process: subprocess.Popen[bytes]) -> None:
 def test_it_goes_on_after_being_killed_and_interrupted(arguments: list[str], tmp_path: Path) -> None:
     """Law 7 from the outside: kill -9 at any moment loses no good checkpoint; Ctrl-C saves; and the end is the same,
     bit for bit, as that of a run that nobody touched."""
-    steps = ["--set", "steps=40", "--set", "save_every=2"]
+    steps = ["--set", "steps=40", "--set", "save_every=2", "--set", "async_save=true"]
     out = tmp_path / "out"
     process = start(arguments, *steps)
     wait_for(out / "checkpoints" / "update-00000004", process)
@@ -154,7 +154,7 @@ def test_it_goes_on_after_being_killed_and_interrupted(arguments: list[str], tmp
     stopped = max(int(entry.name[-8:]) for entry in (out / "checkpoints").glob("update-*"))
     assert stopped == max(losses(out))  # nothing since the last checkpoint is lost
     assert run([*arguments, *steps, "--resume"]) == 0
-    assert run([*arguments, *steps, "--set", f"out={tmp_path / 'straight'}"]) == 0
+    assert run([*arguments, *steps, "--set", "async_save=false", "--set", f"out={tmp_path / 'straight'}"]) == 0
     assert losses(out) == losses(tmp_path / "straight")
     assert same(out / "model", tmp_path / "straight" / "model")
     assert (out / "loss.png").exists()

@@ -46,6 +46,16 @@ def test_what_a_killed_run_left_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert not half.exists()
 
 
+def test_every_file_is_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a checkpoint whose name survives a power cut and whose weights do not: all must be flushed before it."""
+    flushed: list[str] = []
+    monkeypatch.setattr(module, "flush", lambda path: flushed.append(path.name))
+    save(Checkpoints(tmp_path / "c", keep=1), 1)
+    assert {"weights", "model", "state.safetensors", "state.json"} <= set(flushed[:-2])
+    assert flushed[-2].startswith(".update-00000001")
+    assert flushed[-1] == "c"
+
+
 def test_a_full_disk_keeps_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error that comes after the old checkpoint is gone, and one that does not say where it is."""
     checkpoints = Checkpoints(tmp_path, keep=1)

@@ -17,6 +17,7 @@ from bluejay.train import (
     LossScaler,
     Updater,
     Weights,
+    attend_in_tiles,
     linear_cross_entropy,
     round_stochastically,
     schedule_factor,
@@ -47,6 +48,25 @@ def test_loss_and_gradients_equal_torch(smoothing: float, chunk: int, monkeypatc
     torch.testing.assert_close(scaled.detach(), expected.detach() * 0.37)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_are_attention(masked: bool) -> None:
+    """Catches a tile that sees a key after its query, one that misses its last, and the short tile at the end."""
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.randn(2, 3, 300, 8, generator=generator).requires_grad_() for _ in range(3)]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
+    documents = torch.randint(0, 3, (2, 300), generator=generator).sort(1).values
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & torch.ones(300, 300, dtype=torch.bool).tril()
+    mask = seen if masked else None
+    weights = torch.randn(2, 3, 300, 8, generator=generator)
+    got = attend_in_tiles(*ours, attn_mask=mask, is_causal=not masked, dropout_p=0.0)
+    expected = F.scaled_dot_product_attention(*theirs, attn_mask=mask, is_causal=not masked)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_nothing_to_learn_gives_zero_and_not_nan() -> None:

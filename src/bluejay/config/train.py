@@ -134,6 +134,7 @@ class TrainConfig:
         eval_every, eval_rows: updates between evaluations (0: at the end only), and rows of each (0: all).
         patience: stop after so many evaluations without a better one; 0 never does.
         save_every, keep: updates between checkpoints (0: at the end only), and how many are kept besides the best.
+        async_save: write checkpoints out of a copy while the next updates run; the copy takes as much memory again.
         result: the weights of the `last` update, or those of the `best` evaluation.
         compile: `auto` compiles the step where there is a C++ compiler; `inductor` insists; `eager` never does.
         device: cpu, cuda, cuda:N; "auto" takes CUDA where there is one.
@@ -167,6 +168,7 @@ class TrainConfig:
     patience: int = 0
     save_every: int = 0
     keep: int = 2
+    async_save: bool = False
     result: Literal["last", "best"] = "last"
     compile: Literal["auto", "inductor", "eager"] = "auto"
     device: str = "auto"

@@ -13,6 +13,7 @@ Source: Wang and Komatsuzaki 2021 (GPT-J-6B); Su et al. 2021 (rotary embedding).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.attn_pdrop
+        # Or another way of computing the same.
+        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -98,7 +101,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.write(k, v, where.positions)  # [B, H, S, D]
         # Scores are scaled and accumulated in fp32 inside the kernel, so fp16 cannot overflow.
-        mixed = F.scaled_dot_product_attention(
+        mixed = self.attend(
             q,
             k,
             v,

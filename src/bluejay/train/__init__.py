@@ -1,5 +1,6 @@
 """Training: samples to batches, one loop, its optimizers and precisions, adapters, checkpoints."""
 
+from bluejay.train.attention import attend_in_tiles
 from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError
 from bluejay.train.log import EventFile, plot_loss, read_events, trackers
 from bluejay.train.loop import Trainer, TrainResult, prepare
@@ -33,6 +34,7 @@ __all__ = [
     "Updater",
     "Weights",
     "add_lora",
+    "attend_in_tiles",
     "lay_out",
     "linear_cross_entropy",
     "merged_weights",

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bluejay.errors import BluejayError
+from bluejay.files import flush
 from bluejay.units import format_bytes
 
 _NAME = re.compile(r"update-(\d{8})")
@@ -90,12 +91,12 @@ class Checkpoints:
             held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(held, staging / _TENSORS)
             (staging / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-            for file in (_TENSORS, _STATE, "."):
-                _flush(staging / file)
+            for entry in (*staging.rglob("*"), staging):
+                flush(entry)
             if final.exists():
                 self._remove(final)
             os.rename(staging, final)
-            _flush(self.folder)
+            flush(self.folder)
         except (OSError, SafetensorError, BluejayError) as error:
             shutil.rmtree(staging, ignore_errors=True)
             last = self.last()
@@ -122,11 +123,3 @@ class Checkpoints:
         """Delete what a killed run left half-written or half-deleted."""
         for entry in self.folder.glob(".update-*") if self.folder.is_dir() else ():
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from bluejay.train.step import Alone, LocalStep, Replicas, Step
 
 # Settings that may differ when a run goes on: they change what is kept and shown, not what is learned.
 FREE_TO_CHANGE = frozenset(
-    "out save_every keep eval_every eval_rows result compile device offline tensorboard wandb recompute".split()
+    "out save_every keep async_save eval_every eval_rows result compile device offline tensorboard wandb "
+    "recompute".split()
 )
 
 
@@ -127,6 +129,8 @@ class Trainer:
         self._worse = 0
         self._num_tokens = self._num_empty = 0
         self._seconds = 0.0
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[dict[str, Any]] | None = None
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -146,6 +150,8 @@ class Trainer:
         with torch.random.fork_rng(devices=cuda):
             while self.update < self.total:
                 self._one_update()
+                if self._writing is not None and self._writing.done():
+                    self._finish_saving()
                 is_best = False
                 if config.eval_every and self.update % config.eval_every == 0 and self.update < self.total:
                     is_best = self._evaluate()
@@ -162,6 +168,7 @@ class Trainer:
                 self._evaluate()
             if last_saved != self.update:
                 self.save()
+            self._finish_saving()
         model = None if stopped == "interrupted" else self._write_result()
         result = TrainResult(
             model=model,
@@ -259,15 +266,18 @@ class Trainer:
             average.lerp_(values[name], 1 - self.config.ema)
 
     def _stop_for_nan(self, norm: float) -> None:
-        last = self.checkpoints.last()
         raise TrainingError(
             asked=f"update {self.update + 1} of {self.total}",
             found=f"a loss of {self.loss} and a gradient norm of {norm}"
             + (f" with the loss scaled by {self.scaler.scale:g}" if self.scaler else ""),
             rule="a number that is not finite would destroy all weights, so the run stops before it uses it",
-            fix=f"the last good checkpoint is {last.folder if last else 'none'}; lower the learning rate, lengthen the "
-            "warm-up, or look at the data of this update",
+            fix=f"{self._last_good()}; lower the learning rate, lengthen the warm-up, or look at this update's data",
         )
+
+    def _last_good(self) -> str:
+        wait([self._writing] if self._writing else [])  # its failure is told by who saves next, if anyone does
+        last = self.checkpoints.last()
+        return f"the last good checkpoint is {last.folder if last else 'none'}"
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
@@ -278,6 +288,13 @@ class Trainer:
         started = time.perf_counter()
         with _Swapped(self.weights, self._average):
             self.valid_loss, num_targets = self.evaluate(self._valid, self.config.eval_rows)
+        if not math.isfinite(self.valid_loss):  # nothing is ever less than nan: no later evaluation would be the best
+            raise TrainingError(
+                asked=f"the evaluation after update {self.update}",
+                found=f"a validation loss of {self.valid_loss} over {num_targets} targets",
+                rule="better and best are judged by it",
+                fix=f"{self._last_good()}; lower the learning rate, or give data.valid targets in its eval_rows rows",
+            )
         is_best = self.best_loss is None or self.valid_loss < self.best_loss
         if is_best:
             self.best_loss, self.best_update, self._worse = self.valid_loss, self.update, 0
@@ -301,13 +318,15 @@ class Trainer:
 
     # ---- saving and going on ---------------------------------------------------------------------------------------
 
-    def save(self) -> Saved:
-        """Write a checkpoint of this moment.
+    def save(self) -> None:
+        """Write a checkpoint of this moment; with `async_save`, while the next updates run.
 
         Raises:
-            TrainingError: it cannot be written; the last good one is intact.
+            TrainingError: it, or the one before, cannot be written; the last good one is intact.
         """
+        self._finish_saving()
         started = time.perf_counter()
+        weights = self.weights.values()
         tensors = {f"optimizer/{name}": value for name, value in self.updater.state().items()}
         tensors |= {f"average/{name}": value for name, value in self._average.items()}
         state = {
@@ -323,17 +342,30 @@ class Trainer:
             "config": asdict(self.config),
             "torch": torch.__version__,
         }
-        saved = self.checkpoints.save(self.update, self._write_weights, tensors, state, self.best_update)
-        seconds = time.perf_counter() - started
-        self._observe(Event("train.save", {"update": self.update, "folder": str(saved.folder), "seconds": seconds}))
-        return saved
+        if self.config.async_save:  # what the thread reads is its own; the next update changes the weights in place
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
-    def _write_weights(self, folder: Path) -> None:
-        values = self.weights.values()
-        if self.config.lora.rank:
-            save_adapter(folder / "adapter", values, self.config.lora, self.config.model)
+        def write_weights(folder: Path) -> None:
+            if self.config.lora.rank:
+                save_adapter(folder / "adapter", weights, self.config.lora, self.config.model)
+            else:
+                save(self.built, folder / "model", self._full(weights))
+
+        def write(update: int = self.update, best: int | None = self.best_update) -> dict[str, Any]:
+            saved = self.checkpoints.save(update, write_weights, tensors, state, best)
+            return {"update": update, "folder": str(saved.folder), "seconds": time.perf_counter() - started}
+
+        if self.config.async_save:
+            self._writing = self._writer.submit(write)
         else:
-            save(self.built, folder / "model", self._full(values))
+            self._observe(Event("train.save", write()))
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if one is; its failure is raised here."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._observe(Event("train.save", writing.result()))
 
     def _full(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the model by Hugging Face's names, the trained ones in full precision; shared ones once."""

@@ -29,7 +29,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
         d_hidden = []
         for x, target in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
-            logits = F.linear(x, weight, bias).float()
+            logits = F.linear(x, weight, bias).float()  # [n, V]
             log_total = logits.logsumexp(-1, keepdim=True)
             counted = (target != IGNORED)[:, None]
             index = target.clamp_min(0)[:, None]
@@ -37,12 +37,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if smoothing:
                 loss = (1 - smoothing) * loss + smoothing * (log_total - logits.mean(-1, keepdim=True))
             total = total + torch.where(counted, loss, 0).sum()
-            # softmax - onehot. The factor comes in before the cast: fp16 has no number for 1e-8.
+            # softmax - onehot, in the logits' own memory. The factor comes in before the cast: fp16 has no 1e-8.
             columns = torch.arange(logits.shape[-1], device=logits.device)
-            wanted = (columns == index).float() * (1 - smoothing)
+            logits.sub_(log_total).exp_().add_(columns == index, alpha=smoothing - 1)
             if smoothing:
-                wanted = wanted + smoothing / logits.shape[-1]
-            d_logits = torch.where(counted, ((logits - log_total).exp() - wanted) * scale, 0).to(hidden.dtype)
+                logits.sub_(smoothing / logits.shape[-1])
+            d_logits = logits.mul_(scale).masked_fill_(~counted, 0).to(hidden.dtype)
             if wants_hidden:
                 d_hidden.append(d_logits @ weight)
             if d_weight is not None:

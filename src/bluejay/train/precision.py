@@ -63,14 +63,17 @@ class Trained:
 class Weights:
     """The trainable parameters of a model, cast for computing; so are the frozen ones.
 
-    The embedding stays in fp32 where masters are kept: its gradient adds up one row for every occurrence of a token,
-    and a sum in bf16 stops growing after some hundred terms. So do weights of layers that round them on their own.
+    The embedding stays in fp32 where masters are kept, shared with the head or not: its gradient adds up one row for
+    every occurrence of a token, and a sum in bf16 stops growing after some hundred terms. So do weights of layers that
+    round them on their own.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, masters: bool) -> None:
-        multiplied = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        only_looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - multiplied
-        full = {m.weight for m in model.modules() if getattr(m, "keeps_full_precision", False)} | only_looked_up
+        full = {
+            m.weight
+            for m in model.modules()
+            if isinstance(m, nn.Embedding) or getattr(m, "keeps_full_precision", False)
+        }
         keep = masters or dtype == torch.float32
         self.trained: list[Trained] = []
         for name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from bluejay.build import Built
 from bluejay.config import TrainConfig
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
+from bluejay.models import Block
+from bluejay.train.attention import attend_in_tiles
 from bluejay.train.loss import linear_cross_entropy
 from bluejay.train.packing import Batch
 
@@ -69,6 +71,9 @@ class LocalStep:
         if config.compile != "eager":
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # one for each shape
             self._compiled = torch.compile(self._forward, dynamic=False)
+            if built.device.type == "cpu" and self._compute_dtype == torch.bfloat16:
+                for block in built.model.transformer.h:
+                    cast(Block, block).attn.attend = attend_in_tiles
 
     def gradients(self, batch: Batch, scale: Tensor, seed: int) -> Tensor:
         # Dropout is a function of the seed, so that nothing random needs to be kept in a checkpoint.
