@@ -81,11 +81,12 @@ class Where(NamedTuple):
 
 
 class Attention(nn.Module):
+    # Of the class: what an instance holds is part of a program's fingerprint. An instance may have another way.
+    attend: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.attn_pdrop
-        # Or another way of computing the same.
-        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
