@@ -18,7 +18,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	@echo "== Running the CPU test suite"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: $(VENV)/installed-dev
 	@echo "== Checking style and types"

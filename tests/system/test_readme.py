@@ -106,7 +106,8 @@ def test_setup_lines_name_what_exists(line: str) -> None:
         assert set(filter(None, (asked[1] or "").split(","))) <= set(extras)
         assert words[0].startswith(".venv/bin/")
     elif words[1:3] == ["-m", "pytest"]:
-        assert all((ROOT / path).exists() for path in words[3:])
+        assert all((ROOT / path).exists() for path in words[3:] if not path.startswith("--"))
+        assert " ".join(words[3:]) in MAKEFILE
     else:
         assert words == ["python3", "-m", "venv", ".venv"]
 
