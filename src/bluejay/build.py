@@ -172,7 +172,7 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True, m
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
     programs = Programs(run, observe)
     if packing and device.type == "cpu" and run.compile.backend != "eager":  # eager promises to need no compiler
-        ensure_kernels(programs.store.folder, observe, cxx=run.compile.cxx)
+        ensure_kernels(programs.store, observe, cxx=run.compile.cxx)
     return Built(
         run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory, agree
     )

@@ -53,6 +53,19 @@ def test_formats_are_compared(tiny_checkpoint: Path, tmp_path: Path, text_file: 
     assert all(name in page.read_text() for name in formats)
 
 
+def test_accuracy_where_a_task_is_given(text_file: Path, tmp_path: Path, cli: Cli) -> None:
+    """A task that is not passed on, or the accuracy of one format told for all."""
+    data, page = tmp_path / "rows.jsonl", tmp_path / "formats.html"
+    rows = [{"premise": f"It is {word}.", "hypothesis": "It is.", "label": i % 3} for i, word in enumerate("abcdef")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--groups", "64", "--methods", "minmax", "--rounds", 1, "--new", 2, "--data", data, "--html", page]
+    code, out, err = cli("bench", "quantization", "nano", "--text", text_file, *options, "--backend", "eager", "--json")
+    assert code == 0, err
+    formats = json.loads(out)["formats"]
+    assert [figures["accuracy"] for figures in formats] == [0.0, 0.0]  # nano writes no label, and that is wrong
+    assert "accuracy" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -60,6 +73,7 @@ def test_formats_are_compared(tiny_checkpoint: Path, tmp_path: Path, text_file: 
         (["--groups", "16,64"], "32 input features"),
         (["--groups", "16,x"], "--groups"),
         (["--methods", "gptq"], "--calibration"),
+        (["--data", "nyu-mll/glue:mnli"], "--split"),
     ],
 )
 def test_mistakes_are_told_before_measuring(

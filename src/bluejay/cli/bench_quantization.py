@@ -7,7 +7,7 @@ import json as json_format
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ import typer
 
 from bluejay.cli.display import Display
 from bluejay.cli.environment import cache_folder, preferred_compiler
-from bluejay.cli.evaluate import read_text
+from bluejay.cli.evaluate import TASKS, Options, read_text
 from bluejay.cli.quantize import calibration_ids
 from bluejay.errors import RequestError
 
@@ -36,6 +36,7 @@ class FormatFigures:
         bits_per_weight: of the linear layers, measured: codes, scales, biases and padding.
         weight_bytes: of all the model's tensors in memory.
         seconds_per_token: in decode programs, one row, median over the rounds.
+        accuracy: share of a task's rows that the greedy answer gets right; None without a task.
     """
 
     format: str
@@ -46,6 +47,7 @@ class FormatFigures:
     perplexity: float
     bits_per_byte: float
     seconds_per_token: float
+    accuracy: float | None = None
 
 
 def quantization(
@@ -55,6 +57,8 @@ def quantization(
     methods: Annotated[str, typer.Option(help="Of minmax, mse, gptq, with commas.")] = "minmax,mse",
     calibration: Annotated[Path | None, typer.Option(help="gptq: text like what the model will read.")] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="gptq: tokens of it to use, at most.")] = 65536,
+    data: Annotated[str, typer.Option(help="Also measure accuracy at MNLI: a .jsonl file, or a hub id.")] = "",
+    split: Annotated[str, typer.Option(help="Which split of a hub id, such as validation_matched.")] = "",
     new: Annotated[int, typer.Option(min=2, help="Tokens to write when speed is measured.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each format's speed.")] = 5,
     html: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
@@ -76,6 +80,7 @@ def quantization(
             else "leave --calibration out, or add gptq to --methods",
         )
     scored = read_text(text, "--text")
+    task = TASKS["mnli"](Options(text=None, data=data, split=split)) if data else None
     if html is not None and not html.parent.is_dir():
         raise RequestError(
             asked=f"--html {html}",
@@ -115,7 +120,12 @@ def quantization(
             )
 
         formats = {ORIGINAL: None, **{spec.name: spec for spec in specs}}
-        table = [_measure(name, spec, load(spec), scored, new, rounds, display) for name, spec in formats.items()]
+        table = []
+        for name, packing in formats.items():
+            engine = load(packing)
+            figures = _measure(name, packing, engine, scored, new, rounds, display)
+            accuracy = task(engine, display).figures["greedy"] if task else None
+            table.append(replace(figures, accuracy=accuracy))
     if html:
         html.write_text(page(model, table), encoding="utf-8")
     if json:
@@ -182,7 +192,13 @@ COLUMNS: dict[str, Callable[[FormatFigures], str]] = {
     "perplexity": lambda f: f"{f.perplexity:.4f}",
     "bits a byte": lambda f: f"{f.bits_per_byte:.5f}",
     "per token": lambda f: _seconds(f.seconds_per_token),
+    "accuracy": lambda f: "" if f.accuracy is None else f"{f.accuracy:.1%}",
 }
+
+
+def _columns(table: Sequence[FormatFigures]) -> dict[str, Callable[[FormatFigures], str]]:
+    """Those that were measured."""
+    return {name: cell for name, cell in COLUMNS.items() if any(cell(figures) for figures in table)}
 
 
 def _bytes(count: int) -> str:
@@ -202,10 +218,11 @@ def _show(table: Sequence[FormatFigures]) -> None:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
+    columns = _columns(table)
+    for column in columns:
         shown.add_column(column, justify="left" if column == "format" else "right")
     for figures in table:
-        shown.add_row(*(cell(figures) for cell in COLUMNS.values()))
+        shown.add_row(*(cell(figures) for cell in columns.values()))
     Console().print(shown)
 
 
@@ -224,9 +241,10 @@ figcaption { font-weight: 600 } svg text { font: 12px system-ui, sans-serif; fil
 
 def page(model: str, table: Sequence[FormatFigures]) -> str:
     """The figures as an HTML page: quality against bits and against time, and the table."""
-    head = "".join(f"<th>{column}</th>" for column in COLUMNS)
+    columns = _columns(table)
+    head = "".join(f"<th>{column}</th>" for column in columns)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html_format.escape(cell(figures))}</td>" for cell in COLUMNS.values()) + "</tr>"
+        "<tr>" + "".join(f"<td>{html_format.escape(cell(figures))}</td>" for cell in columns.values()) + "</tr>"
         for figures in table
     )
     used = list(dict.fromkeys(figures.method for figures in table))

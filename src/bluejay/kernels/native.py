@@ -9,13 +9,16 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.kernels.int4 import NATIVE_PATHS, PLAIN_PATHS
+
+if TYPE_CHECKING:
+    from bluejay.compile import Store
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "int4.so"
@@ -73,14 +76,14 @@ def refuse(path: str, device: torch.device) -> MachineError:
     return MachineError(asked=f"int4_linear by the path {path!r}", found=found, fix=fix)
 
 
-def ensure(cache: Path, observe: Observer = ignore, *, cxx: str = "", force: bool = False) -> tuple[str, ...]:
+def ensure(cache: Path | Store, observe: Observer = ignore, *, cxx: str = "", force: bool = False) -> tuple[str, ...]:
     """Load the native kernels, building them first if the store does not have them; returns `available_paths`.
 
     Without a compiler that works one warning is given, and `int4_linear` computes with torch. Called again it does
     nothing once they are loaded.
 
     Args:
-        cache: the store's folder.
+        cache: the store, which counts what it had to build and warns once, or its folder.
         cxx: the C++ compiler; "" takes the machine's.
         force: no compiler is an error.
 
@@ -130,7 +133,8 @@ def ensure(cache: Path, observe: Observer = ignore, *, cxx: str = "", force: boo
         return ctypes.CDLL(str(folder / LIBRARY))
 
     try:
-        _loaded, _, _ = Store(cache).obtain(wanted, build, load, lambda event: tell(event.name, **event.fields))
+        store = cache if isinstance(cache, Store) else Store(cache)
+        _loaded, _, _ = store.obtain(wanted, build, load, lambda event: tell(event.name, **event.fields))
     except MachineError as error:
         if force:
             raise
