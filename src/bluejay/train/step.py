@@ -14,7 +14,6 @@ from bluejay.build import Built
 from bluejay.config import TrainConfig
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
-from bluejay.models import Block
 from bluejay.train.attention import attend_in_tiles
 from bluejay.train.loss import linear_cross_entropy
 from bluejay.train.packing import Batch
@@ -73,7 +72,7 @@ class LocalStep:
             self._compiled = torch.compile(self._forward, dynamic=False)
             if built.device.type == "cpu" and self._compute_dtype == torch.bfloat16:
                 for block in built.model.transformer.h:
-                    cast(Block, block).attn.attend = attend_in_tiles
+                    cast(Any, block).attn.attend = attend_in_tiles
 
     def gradients(self, batch: Batch, scale: Tensor, seed: int) -> Tensor:
         # Dropout is a function of the seed, so that nothing random needs to be kept in a checkpoint.
