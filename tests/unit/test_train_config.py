@@ -49,6 +49,8 @@ def test_a_file_builds_on_a_preset(tmp_path: Path) -> None:
         ({"result": "best"}, "without data.valid"),
         ({"precision": "fp16", "masters": False}, "masters=false"),
         ({"optimizer": {"learning_rate": float("nan")}}, "nan"),
+        ({"epochs": float("inf")}, "epochs=inf"),
+        ({"micro_batch": 4, "global_batch": 10}, "and 1 replicas"),
     ],
 )
 def test_what_is_wrong_is_named(raw: dict[str, object], found: str) -> None:

@@ -51,6 +51,9 @@ def test_a_data_set_that_was_saved(tokenizer: Tokenizer, tmp_path: Path) -> None
         ("[1]\n", DataConfig(), "a list"),
         ('{"q": "a", "label": 2}\n', DataConfig(prompt="{q}", labels=("no", "yes")), "2"),
         ("\n", DataConfig(), "none"),
+        ('{"text": ["a"]}\n', DataConfig(), "text is a list"),
+        ('{"text": "a"}\n', DataConfig(prompt="{text"), "expected '}'"),
+        ('{"text": "a"}\n', DataConfig(prompt="{text:d}"), "format code 'd'"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -62,6 +65,13 @@ def test_what_is_wrong_is_named(
     with pytest.raises(ConfigError) as caught:
         texts(file, data, tokenizer)
     assert found in caught.value.found
+
+
+def test_a_line_of_json_ends_at_a_newline(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Catches rows torn at U+2028 or U+0085, which JSON may hold as they are."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a\u2028b\u0085c"}\r\n{"text": "d"}', encoding="utf-8", newline="")
+    assert texts(file, DataConfig(), tokenizer) == ["a\u2028b\u0085c<|endoftext|>", "d<|endoftext|>"]
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl", "table.csv"])

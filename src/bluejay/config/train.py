@@ -391,15 +391,16 @@ def _check_ranges(config: TrainConfig) -> None:
             raise _refuse(name, _get(config, name), "between 0 and 1")
     if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
         raise _refuse("optimizer.betas", config.optimizer.betas, "two numbers, at least 0 and below 1")
-    if not config.epochs > 0:
-        raise _refuse("epochs", config.epochs, "above 0")
+    if not 0 < config.epochs < float("inf"):
+        raise _refuse("epochs", config.epochs, "above 0, and finite")
     unknown = [target for target in config.lora.targets if target not in LORA_TARGETS]
     if unknown or not config.lora.targets:
         raise _refuse("lora.targets", config.lora.targets, f"some of {', '.join(LORA_TARGETS)}")
 
 
 def _check_together(config: TrainConfig) -> None:
-    config.accumulation(max(1, config.global_batch // (config.micro_batch * max(1, config.gradient_accumulation))))
+    given = config.micro_batch * config.gradient_accumulation  # both given: how many replicas is known only later
+    config.accumulation(max(1, config.global_batch // given) if given else 1)
     if config.qat:
         QuantSpec.parse(config.qat)
     rows, answer = config.data.layout == "rows", bool(config.data.answer)

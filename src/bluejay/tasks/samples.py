@@ -98,7 +98,7 @@ def _documents(source: str, tokenizer: Tokenizer) -> Iterator[tuple[list[int], i
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -146,9 +146,12 @@ def fill(template: str, fields: Mapping[str, Any], where: str) -> str:
     """A template with a row's fields filled in.
 
     Raises:
-        ConfigError: the row lacks one of them.
+        ConfigError: the row lacks one of them, or one is no text or number, or the template is none.
     """
-    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    try:
+        wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise _no_template(template, where, error) from None
     if missing := [name for name in wanted if fields.get(name) is None]:
         raise ConfigError(
             asked=f"the template {template!r} for {where}",
@@ -156,7 +159,26 @@ def fill(template: str, fields: Mapping[str, Any], where: str) -> str:
             rule="every field that a template names is in every row",
             fix="correct the template or the data",
         )
-    return template.format_map(fields)
+    if nested := [name for name in wanted if isinstance(fields[name], list | dict)]:
+        raise ConfigError(
+            asked=f"the template {template!r} for {where}",
+            found=f"{nested[0]} is a {type(fields[nested[0]]).__name__}",
+            rule="a field that a template names is text or a number",
+            fix="correct the template or the data",
+        )
+    try:
+        return template.format_map(fields)
+    except ValueError as error:
+        raise _no_template(template, where, error) from None
+
+
+def _no_template(template: str, where: str, error: ValueError) -> ConfigError:
+    return ConfigError(
+        asked=f"the template {template!r} for {where}",
+        found=str(error),
+        rule="a template is text with {field} in it; a brace itself is doubled",
+        fix="correct the template",
+    )
 
 
 def label_name(label: Any, names: tuple[str, ...], where: str) -> str:
