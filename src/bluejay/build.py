@@ -34,6 +34,7 @@ __all__ = [
     "build",
     "build_fresh",
     "fake_quantize",
+    "is_packed",
     "locate",
     "pick_device",
     "read_weights",
@@ -234,7 +235,7 @@ def save(
     Raises:
         CheckpointError: the directory holds something else, or writing failed.  MachineError: the disk has no room.
     """
-    if any(isinstance(module, QuantizedLinear) for module in built.model.modules()):
+    if is_packed(built.model):
         raise CheckpointError(
             asked=f"save {directory} as a plain checkpoint",
             found="layers that are packed to four bits",
@@ -244,6 +245,11 @@ def save(
     weights = built.model.state_dict() if tensors is None else tensors
     config, tokenizer = built.model.config, built.directory
     save_checkpoint(directory, weights, config, tokenizer_from=tokenizer, overwrite=True, observe=observe)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any of a model's layers is packed to four bits."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
 def fake_quantize(model: nn.Module, format: str) -> None:

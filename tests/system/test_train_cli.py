@@ -16,6 +16,7 @@ import torch
 
 from bluejay.build import read_weights
 from bluejay.cli import run
+from bluejay.train import alone_in
 
 PACKAGE = Path(__file__).parents[2] / "src"
 
@@ -109,6 +110,27 @@ def test_what_is_refused(
         monkeypatch.setitem(sys.modules, module, None)
     assert run([*arguments, *words]) == 2
     assert found in capsys.readouterr().err
+
+
+def test_one_run_in_a_folder(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches two runs that write into one folder at once, each deleting what the other has half-written."""
+    with alone_in(tmp_path / "out"):
+        assert run(arguments) == 1
+    assert "another process" in capsys.readouterr().err
+    assert run([*arguments, "--set", "steps=1"]) == 0
+
+
+def test_what_is_no_folder_or_no_model_to_train(
+    arguments: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a file in the folder's place, and a packed model as the base, that end in an unexpected error."""
+    (tmp_path / "file").write_text("mine")
+    assert run([*arguments, "--set", f"out={tmp_path / 'file'}"]) == 1
+    assert f"write {tmp_path / 'file'}" in capsys.readouterr().err
+    packed = tmp_path / "packed"
+    assert run(["quantize", str(checkpoint), str(packed), "--group-size", "32", "--quiet"]) == 0
+    assert run([*arguments, "--set", f"model={packed}"]) == 2
+    assert "packed to four bits" in capsys.readouterr().err
 
 
 def test_numbers_that_are_none_stop_it(

@@ -37,6 +37,17 @@ def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
         read_events(file)
 
 
+def test_a_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:
+    """Catches a resumed run whose first event is glued to what a full disk or a kill left, and an event whose text
+    holds another kind of line end."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "a"}\n{"eve')
+    file = EventFile(path)
+    file(Event("b", {"text": "one\u2028two"}))
+    file.close()
+    assert [event["event"] for event in read_events(path)] == ["a", "b"]
+
+
 def test_the_plot_takes_what_there_is(tmp_path: Path) -> None:
     """Catches a plot that breaks on NaN, on an update without a target, or on one update only."""
     events = [{"event": "train.update", "update": i, **UPDATE, "loss": loss} for i, loss in enumerate(["nan", None, 2])]

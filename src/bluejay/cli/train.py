@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from bluejay.config import TrainConfig
     from bluejay.events import Event
-    from bluejay.train import TrainResult
+    from bluejay.train import Saved, TrainResult
 
 
 def train(
@@ -59,10 +59,7 @@ def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: 
         TrainingError and what `build` raises.
     """
     from bluejay.errors import ConfigError
-    from bluejay.events import Event
-    from bluejay.machine import peak_memory_bytes
-    from bluejay.tasks import read_samples
-    from bluejay.train import Checkpoints, EventFile, Trainer, lay_out, plot_loss, prepare, read_events, trackers
+    from bluejay.train import Checkpoints, alone_in
 
     out = Path(run.out)
     last = Checkpoints(out / "checkpoints", run.keep).last()
@@ -76,7 +73,19 @@ def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: 
     run.accumulation()  # what contradicts itself is refused before anything is read
     if not run.data.train:
         raise ConfigError(asked="a training run", found="no data.train", fix="--set data.train=FILE")
-    out.mkdir(parents=True, exist_ok=True)
+    with alone_in(out):
+        return _train_alone(run, observe, last)
+
+
+def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved | None) -> TrainResult:
+    """The run itself, in a folder that no other run writes."""
+    from bluejay.errors import ConfigError
+    from bluejay.events import Event
+    from bluejay.machine import peak_memory_bytes
+    from bluejay.tasks import read_samples
+    from bluejay.train import EventFile, Trainer, lay_out, plot_loss, prepare, read_events, trackers, written
+
+    out = Path(run.out)
     events = EventFile(out / "events.jsonl")
     listeners: list[Callable[[Event], None]] = [events, observe, *trackers(run)]
 
@@ -115,7 +124,8 @@ def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: 
         with _interruptible() as was_interrupted:
             result = trainer.run(was_interrupted)
         try:
-            plot_loss(read_events(out / "events.jsonl"), out)
+            with written(out / "loss.png"):
+                plot_loss(read_events(out / "events.jsonl"), out)
         except ConfigError as error:
             tell(Event("warning", {"text": f"no plot of the loss: {error.found}; {error.fix}"}))
         return result

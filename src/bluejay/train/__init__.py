@@ -1,7 +1,7 @@
 """Training: samples to batches, one loop, its optimizers and precisions, adapters, checkpoints."""
 
 from bluejay.train.attention import attend_in_tiles
-from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError
+from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, alone_in, written
 from bluejay.train.log import EventFile, plot_loss, read_events, trackers
 from bluejay.train.loop import Trainer, TrainResult, prepare
 from bluejay.train.lora import LoraLinear, add_lora, merged_weights, read_adapter, save_adapter
@@ -34,6 +34,7 @@ __all__ = [
     "Updater",
     "Weights",
     "add_lora",
+    "alone_in",
     "attend_in_tiles",
     "lay_out",
     "linear_cross_entropy",
@@ -46,4 +47,5 @@ __all__ = [
     "save_adapter",
     "schedule_factor",
     "trackers",
+    "written",
 ]

@@ -9,12 +9,14 @@ No random state is in it: order, dropout and rounding are functions of the seed 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,50 @@ class TrainingError(BluejayError):
     """A run that cannot go on: numbers that are not numbers, a checkpoint that cannot be written or does not fit."""
 
     code = "training"
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Around the writing of a file of a run.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            asked=f"write {path}",
+            found=f"{type(error).__name__}: {error}",
+            rule="a run keeps its events and settings in its folder; checkpoints that are there stay whole",
+            fix="make room or choose another out; a run with a checkpoint goes on with --resume",
+        ) from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a run's folder, and keep other runs out of it until the process ends or the block is left.
+
+    Raises:
+        TrainingError: another process trains into it, or it cannot be made.
+    """
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise TrainingError(
+            asked=f"a run in {folder}",
+            found="another process that trains into it",
+            rule="a run never mixes with another",
+            fix="wait for it, or choose another out",
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 @dataclass(frozen=True)
@@ -98,9 +144,9 @@ class Checkpoints:
             os.rename(staging, final)
             flush(self.folder)
         except (OSError, SafetensorError, BluejayError) as error:
+            free = shutil.disk_usage(self.folder if self.folder.is_dir() else Path.cwd()).free  # as it was found
             shutil.rmtree(staging, ignore_errors=True)
             last = self.last()
-            free = shutil.disk_usage(self.folder if self.folder.is_dir() else Path.cwd()).free
             reason = error.found if isinstance(error, BluejayError) else f"{type(error).__name__}: {error}"
             raise TrainingError(
                 asked=f"a checkpoint of update {update} in {self.folder}",

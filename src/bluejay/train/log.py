@@ -15,21 +15,28 @@ from typing import Any
 from bluejay.config import TrainConfig
 from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer
+from bluejay.train.checkpoints import written
 
 
 class EventFile:
     """An observer that appends every event as one JSON line with its time. NaN is written as "nan"."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab+") as file:  # a line that a kill or a full disk left half-written ends here
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            self._file = path.open("a", encoding="utf-8")
 
     def __call__(self, event: Event) -> None:
         if event.name in ("load", "save"):  # one for each tensor
             return
         line = {"time": round(time.time(), 3), "event": event.name, **_plain(event.fields)}
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with written(self._path):
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -37,7 +44,7 @@ class EventFile:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a file. A line that a killed run left half-written is passed over if it is the last."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     events = []
     for number, line in enumerate(lines):
         try:

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bluejay.build import Built, build, build_fresh, fake_quantize, read_weights, save
+from bluejay.build import Built, build, build_fresh, fake_quantize, is_packed, read_weights, save
 from bluejay.config import RunConfig, TrainConfig, as_yaml
 from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer, ignore
-from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError
+from bluejay.files import write_bytes
+from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, written
 from bluejay.train.lora import add_lora, merged_weights, read_adapter, save_adapter
 from bluejay.train.optimizers import Updater, schedule_factor
 from bluejay.train.packing import Reader, Source
@@ -141,8 +142,9 @@ class Trainer:
             TrainingError: the loss or a gradient is not a number, or a checkpoint cannot be written.
         """
         config = self.config
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
+        with written(self.out / "config.yaml"):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.out / "config.yaml", as_yaml(config).encode())
         self._observe(Event("train.start", self.description()))
         stopped = "done"
         last_saved = self.update
@@ -460,12 +462,20 @@ def prepare(config: TrainConfig, observe: Observer = ignore) -> Built:
     """The model of a run on its device, in the precision that training starts from.
 
     Raises:
-        CheckpointError, TokenizerError, ConfigError, MachineError: as `build`.
+        CheckpointError, TokenizerError, ConfigError, MachineError: as `build`.  ConfigError: the model is packed.
     """
     full = config.masters and not config.lora.rank
     dtype = "float32" if full else str(DTYPES[config.precision]).removeprefix("torch.")
     run = RunConfig(model=config.model, dtype=dtype, device=config.device, offline=config.offline)
-    return build_fresh(run, config.seed) if config.scratch else build(run, observe)
+    built = build_fresh(run, config.seed) if config.scratch else build(run, observe)
+    if is_packed(built.model):
+        raise ConfigError(
+            asked=f"train {config.model}",
+            found="layers that are packed to four bits",
+            rule="what is trained must be able to move by less than a code",
+            fix="train the original model; --qat trains it for packing",
+        )
+    return built
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
