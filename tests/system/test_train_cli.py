@@ -133,6 +133,16 @@ def test_what_is_no_folder_or_no_model_to_train(
     assert "packed to four bits" in capsys.readouterr().err
 
 
+def test_compiling_is_said_before_it_is_done(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches minutes of silence in which the first update is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    assert run([*arguments[:-1], "--set", "compile=auto", "--set", "steps=1"]) == 0
+    said = capsys.readouterr().err
+    assert 0 < said.find("compiling the step for gradients") < said.find("compiled the step for gradients")
+
+
 def test_numbers_that_are_none_stop_it(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,6 +197,8 @@ class TrainDisplay:
             self._start(fields)
         elif name == "train.update":
             self._update(fields)
+        elif name == "train.compiling":
+            self._say(f"compiling the step for {fields['what']} of {fields['shape']}: seconds if kept, else minutes")
         elif name == "train.compile":
             self._say(f"compiled the step for {fields['what']} of {fields['shape']} in {fields['seconds']:.1f} s")
         elif name == "train.eval":

@@ -101,6 +101,8 @@ class LocalStep:
             return run(self._forward)
         if shape in self._shapes:
             return run(self._compiled)
+        fields = {"shape": list(shape[1]), "what": shape[0]}
+        self._observe(Event("train.compiling", fields))
         started = time.perf_counter()
         try:
             result = run(self._compiled)
@@ -118,7 +120,7 @@ class LocalStep:
         seconds = time.perf_counter() - started
         self._shapes.add(shape)
         self.compile_seconds += seconds
-        self._observe(Event("train.compile", {"shape": list(shape[1]), "what": shape[0], "seconds": seconds}))
+        self._observe(Event("train.compile", {**fields, "seconds": seconds}))
         return result
 
     def _forward(
