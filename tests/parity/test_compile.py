@@ -311,7 +311,7 @@ class Packed(nn.Module):
 
     def __init__(self, path: str = "auto") -> None:
         super().__init__()
-        self.layers = nn.ModuleList(QuantizedLinear(20, 20, 8, path=path) for _ in range(3))
+        self.layers = nn.ModuleList(QuantizedLinear(20, 20, 16, path=path) for _ in range(3))
         generator = torch.Generator().manual_seed(0)
         for name, tensor in named_weights(self).items():
             if name.endswith("codes"):
