@@ -140,14 +140,7 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True, m
     checkpoint = open_checkpoint(locate(run.model), offline=run.offline, observe=observe)
     origin = QuantizedSource(checkpoint, run.quantize, strict=run.strict) if run.quantize else checkpoint
     config = origin.config
-    context = run.context or config.n_positions
-    if context > config.n_positions:
-        raise ConfigError(
-            asked=f"a context of {context} tokens",
-            found=f"the model's window is {config.n_positions}",
-            rule="rotary positions beyond the trained window give noise",
-            fix=f"set context to at most {config.n_positions}",
-        )
+    context = config.context(run.context)
     tokenizer = load_tokenizer(checkpoint.directory, config)
     with torch.device("meta"), _SkipInit():
         model = GPTJ(config)

@@ -16,25 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 import bluejay
-from bluejay.cli import run
 from bluejay.cli.evaluate import read_text
 from bluejay.config import QuantSpec
 from bluejay.quant import QuantizedLinear, quantize_model
 
 PACKED = (".codes", ".scales", ".biases")
 Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

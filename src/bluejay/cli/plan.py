@@ -200,20 +200,14 @@ def _read(file: Path, known: list[str]) -> dict[str, Any]:
     """Settings from a YAML file, with no key unknown."""
     import difflib
 
-    import yaml
-
+    from bluejay.config import read_mapping
     from bluejay.errors import ConfigError
 
     def refuse(found: str, fix: str) -> ConfigError:
         rule = f"a plan's file is a mapping with any of {', '.join(known)}"
         return ConfigError(asked=f"the settings in {file}", found=found, rule=rule, fix=fix)
 
-    try:
-        raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise refuse(str(error).splitlines()[0], "name a readable YAML file") from None
-    if not isinstance(raw, dict):
-        raise refuse(f"a {type(raw).__name__}", "write key: value lines")
+    raw = read_mapping(file, refuse)
     for key in raw:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)

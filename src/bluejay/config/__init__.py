@@ -1,6 +1,7 @@
 """Configuration as frozen dataclasses: presets, strict parsing, canonical form."""
 
 from bluejay.config.canonical import canonical, canonical_json, digest
+from bluejay.config.checks import read_mapping
 from bluejay.config.compile import CompileSpec
 from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
@@ -65,6 +66,7 @@ __all__ = [
     "parse_train",
     "preset",
     "preset_names",
+    "read_mapping",
     "read_train",
     "train_preset_names",
 ]

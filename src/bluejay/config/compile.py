@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from bluejay.errors import ConfigError
+from bluejay.config.checks import refusal
 
 COMPILE_BACKENDS = ("inductor", "eager")
 BLOCK_MODES = ("auto", "inline", "shared")
@@ -40,10 +41,4 @@ class CompileSpec:
             raise _refuse("cxx", self.cxx, "a command such as g++")
 
 
-def _refuse(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(
-        asked=f"a program with {name}={value!r}",
-        found=f"{name}={value!r}",
-        rule=f"{name} must be {rule}",
-        fix=f"set {name}",
-    )
+_refuse = partial(refusal, "a program")

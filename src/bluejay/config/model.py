@@ -68,6 +68,21 @@ class ModelConfig:
     def inner_dim(self) -> int:
         return self.n_inner or 4 * self.n_embd
 
+    def context(self, asked: int) -> int:
+        """Tokens a row may hold, when `asked` are wanted (0: the whole window).
+
+        Raises:
+            ConfigError: more than the window.
+        """
+        if asked > self.n_positions:
+            raise ConfigError(
+                asked=f"a context of {asked} tokens",
+                found=f"the model's window is {self.n_positions}",
+                rule="rotary positions beyond the trained window give noise",
+                fix=f"set context to at most {self.n_positions}",
+            )
+        return asked or self.n_positions
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             value = getattr(self, name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from bluejay.config.checks import refusal
 from bluejay.config.model import DTYPES
 from bluejay.config.quant import QuantSpec
-from bluejay.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 OPTIMIZERS = ("adamw", "sgd")
@@ -128,10 +129,4 @@ class Workload:
             raise _refuse("quantize", self.quantize, '"" when training: packed weights have no gradient')
 
 
-def _refuse(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(
-        asked=f"a plan with {name}={value!r}",
-        found=f"{name}={value!r}",
-        rule=f"{name} must be {rule}",
-        fix=f"set {name}",
-    )
+_refuse = partial(refusal, "a plan")

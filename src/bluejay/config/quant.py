@@ -6,8 +6,10 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
+from bluejay.config.checks import refusal
 from bluejay.errors import ConfigError
 
 QUANT_METHODS = ("minmax", "mse", "gptq")
@@ -96,10 +98,4 @@ class QuantSpec:
         return cls(**{**raw, "layers": tuple(layers) if isinstance(layers, list | tuple) else layers})
 
 
-def _refuse(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(
-        asked=f"a quantization with {name}={value!r}",
-        found=f"{name}={value!r}",
-        rule=f"{name} must be {rule}",
-        fix=f"set {name}",
-    )
+_refuse = partial(refusal, "a quantization")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
+from bluejay.config.checks import refusal
 from bluejay.config.compile import CompileSpec
 from bluejay.config.model import DTYPES
 from bluejay.config.parallel import Layout
 from bluejay.config.quant import QuantSpec
-from bluejay.errors import ConfigError
 
 LOOPS = ("host", "device", "unrolled")
 
@@ -90,10 +91,4 @@ class RunConfig:
                 raise _refuse(name, getattr(self, name), "true or false")
 
 
-def _refuse(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(
-        asked=f"a run with {name}={value!r}",
-        found=f"{name}={value!r}",
-        rule=f"{name} must be {rule}",
-        fix=f"set {name}",
-    )
+_refuse = partial(refusal, "a run")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from bluejay.config.checks import read_mapping
 from bluejay.errors import ConfigError
 from bluejay.units import parse_bytes
 
@@ -41,12 +39,7 @@ def load_target(path: Path) -> Target:
         rule = f"a target is a mapping with any of {', '.join(known)}"
         return ConfigError(asked=f"the target in {path}", found=found, rule=rule, fix=fix)
 
-    try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise refuse(str(error).splitlines()[0], "name a readable YAML file") from None
-    if not isinstance(raw, dict):
-        raise refuse(f"a {type(raw).__name__}", "write key: value lines")
+    raw = read_mapping(path, refuse)
     if unknown := [str(key) for key in raw if key not in known]:
         raise refuse(f"unknown keys {', '.join(unknown)}", "correct or remove them")
     features = raw.get("cpu_features", ())

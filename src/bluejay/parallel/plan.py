@@ -213,14 +213,7 @@ def _candidates(config: ModelConfig, num_devices: int, workload: Workload) -> It
 
 
 def _resolve(config: ModelConfig, workload: Workload) -> Workload:
-    context = workload.context or config.n_positions
-    if context > config.n_positions:
-        raise ConfigError(
-            asked=f"a context of {context} tokens",
-            found=f"the model's window is {config.n_positions}",
-            rule="rotary positions beyond the trained window give noise",
-            fix=f"set context to at most {config.n_positions}",
-        )
+    context = config.context(workload.context)
     prompt_tokens = min(workload.prompt_tokens, context)
     dtype = workload.dtype or config.dtype or "float32"
     return replace(workload, dtype=dtype, context=context, prompt_tokens=prompt_tokens)
