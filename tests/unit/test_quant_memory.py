@@ -63,8 +63,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to measure resident memory")
 @pytest.mark.parametrize(
     ("work", "source", "limit_mb"),
-    # Packed: 14 MB, the embedding, which stays: 49 MB, and pieces of it all. Both models: 140 MB.
-    [("convert", "", 30), ("load", "", 110), ("load", "-packed", 25)],
+    # Packed: 14 MB, the embedding, which stays: 49 MB, and pieces of it all, which the allocator gives back when it likes
+    # (converting: 24 to 30 MB in five runs). Both models: 140 MB.
+    [("convert", "", 40), ("load", "", 110), ("load", "-packed", 25)],
 )
 def test_peak_memory(checkpoints: Path, tmp_path: Path, work: str, source: str, limit_mb: int) -> None:
     """The whole model held while it is packed, pages of the source that stay mapped, or a packed model read into memory
