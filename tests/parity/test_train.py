@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bluejay.build import Built, Programs
 from bluejay.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from bluejay.events import Event
 from bluejay.models import GPTJ
-from bluejay.train import Alone, Blocks, Rows, Samples, Trainer, TrainingError, Weights, prepare
+from bluejay.train import Alone, Blocks, Rows, Samples, Trainer, TrainingError, Weights, attend_in_tiles, prepare
 
 BASE = TrainConfig(
     steps=10,
@@ -50,6 +52,7 @@ def trainer_of(tiny_hf: nn.Module, tiny_config: ModelConfig, tiny_checkpoint: Pa
         layers: int = 2,
         rounded: bool = False,
         tied: bool = False,
+        directory: Path = tiny_checkpoint,
         **more: Any,
     ) -> Trainer:
         model = GPTJ(replace(tiny_config, n_layer=layers, tie_word_embeddings=tied)).eval()
@@ -71,7 +74,7 @@ def trainer_of(tiny_hf: nn.Module, tiny_config: ModelConfig, tiny_checkpoint: Pa
             32,
             (),
             True,
-            tiny_checkpoint,
+            directory,
         )
         events: list[Event] = []
         trainer = Trainer(built, config, source or Rows(samples_of(), 32), observe=events.append, **more)
@@ -253,6 +256,46 @@ def test_another_run_is_not_gone_on_with(trainer_of: MakeTrainer) -> None:
     trainer_of(replace(BASE, save_every=2, keep=5), data_digest="a").resume(saved)
 
 
+def test_an_adapter_is_not_gone_on_with_over_other_weights(
+    trainer_of: MakeTrainer, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Catches a resume of an adapter after its base, of the same name, became another model."""
+    from bluejay.errors import ConfigError
+
+    base = tmp_path / "base"
+    shutil.copytree(tiny_checkpoint, base)
+    config = replace(BASE, lora=LoraConfig(rank=2))
+    first = trainer_of(config, directory=base)
+    first.run(lambda: True)
+    saved = first.checkpoints.last()
+    assert saved is not None
+    trainer_of(config, directory=base).resume(saved)
+    save_file({n: 1.001 * t for n, t in load_file(base / "model.safetensors").items()}, base / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(config, directory=base).resume(saved)
+    assert f"the weights under the adapters, in {base}" in caught.value.found
+
+
+def test_merged_adapters_leave_the_rest_as_it_was(trainer_of: MakeTrainer, tiny_checkpoint: Path) -> None:
+    """Catches a base that was rounded to bf16 for training and saved so: what has no adapter comes out bit for bit, the
+    rest is added in fp32."""
+    from bluejay.build import read_weights
+
+    config = replace(BASE, precision="bf16", steps=3, lora=LoraConfig(rank=2, merge=True))
+    trainer = trainer_of(config)
+    result = trainer.run()
+    assert result.model is not None
+    base, merged, adapters = read_weights(tiny_checkpoint), read_weights(result.model), weights(trainer)
+    assert merged.keys() == base.keys()
+    for name, tensor in base.items():
+        owner = name.removesuffix(".weight")
+        expected = tensor
+        if f"{owner}.lora_A" in adapters:
+            expected = tensor + 8.0 * (adapters[f"{owner}.lora_B"] @ adapters[f"{owner}.lora_A"])
+            assert not torch.equal(expected, tensor)
+        assert torch.equal(merged[name], expected)
+
+
 # ---- against a loop written plainly --------------------------------------------------------------------------------
 
 
@@ -328,6 +371,30 @@ def test_ways_of_computing(change: dict[str, Any], trainer_of: MakeTrainer) -> N
     assert curve(other) == pytest.approx(curve(plain), rel=1e-5)
     ours, theirs = weights(other), weights(plain)
     assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-3
+
+
+def test_a_compiled_run_leaves_the_model_as_it_was(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches tiles that stay in an instance, which no program can be made of then; and a rate that counts the tokens
+    of an update that compiled."""
+    import bluejay.train.step as module
+
+    calls: list[bool] = []
+
+    def attend(*tensors: Tensor, **how: Any) -> Tensor:
+        calls.append(True)
+        return attend_in_tiles(*tensors, **how)
+
+    monkeypatch.setattr(module, "attend_in_tiles", attend)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    trainer = trainer_of(replace(BASE, steps=3, precision="bf16", compile="inductor"), Blocks(samples_of(), 16))
+    result = trainer.run()
+    assert len(calls) == 3 * 2
+    assert all("attend" not in vars(block.attn) for block in trainer.built.model.transformer.h)
+    updates = [e.fields for e in trainer.events if e.name == "train.update"]  # type: ignore[attr-defined]
+    assert [fields["compiled"] for fields in updates] == [True, False, False]
+    assert updates[0]["tokens_per_second"] is None
+    tokens, seconds = (sum(fields[name] for fields in updates[1:]) for name in ("num_tokens", "seconds"))
+    assert result.tokens_per_second == pytest.approx(tokens / seconds)
 
 
 def test_recomputing_draws_the_same_dropout(trainer_of: MakeTrainer) -> None:

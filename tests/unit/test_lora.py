@@ -44,10 +44,11 @@ def test_adapters_begin_as_nothing(tiny_model: GPTJ) -> None:
 
 def test_merged_computes_the_same(tiny_model: GPTJ, tiny_config: Any) -> None:
     """Catches a scale that is lost or applied twice when merging, and a head left behind."""
+    base = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
     model = filled(tiny_model)
     expected = model(IDS)
     plain = GPTJ(tiny_config).eval()
-    plain.load_state_dict(merged_weights(model, trained_of(model)))
+    plain.load_state_dict(merged_weights(model, base, trained_of(model)))
     torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=0)
 
 
@@ -80,3 +81,16 @@ def test_peft_reads_the_adapter(
     assert back.keys() == trained_of(model).keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in trained_of(model).items())
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 3
+
+
+def test_a_shared_head_is_not_merged_into(tiny_config: Any) -> None:
+    """Catches a run whose result cannot be saved, or loses its head's adapter: one matrix cannot be two."""
+    from dataclasses import replace
+
+    from bluejay.errors import ConfigError
+
+    model = GPTJ(replace(tiny_config, tie_word_embeddings=True))
+    with pytest.raises(ConfigError) as caught:
+        add_lora(model, replace(CONFIG, merge=True), seed=1)
+    assert "share one matrix" in caught.value.found
+    add_lora(model, CONFIG, seed=1)

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from bluejay.cli.train import TrainDisplay
 from bluejay.config import TrainConfig
 from bluejay.events import Event
 from bluejay.train import EventFile, plot_loss, read_events, trackers
 
 UPDATE = {"loss": 2.0, "learning_rate": 0.1, "gradient_norm": 1.0, "num_tokens": 50, "seconds": 0.5}
+RATES: dict[str, Any] = {"compiled": False, "tokens_per_second": 100.0}
 
 
 def test_nan_is_written_as_nan(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
     observers = trackers(TrainConfig(out=str(tmp_path), tensorboard=True, wandb=True))
     for observe in observers:
-        observe(Event("train.update", {"update": 3, **UPDATE}))
+        observe(Event("train.update", {"update": 3, **UPDATE, **RATES}))
         observe(Event("train.eval", {"update": 3, "loss": 1.5}))
         observe(Event("train.end", {}))
     assert ("train/loss", 2.0, 3) in told
@@ -76,3 +78,25 @@ def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert told[-1] == "finished"
     assert "closed" in told
     assert trackers(TrainConfig()) == []
+
+
+def test_no_rate_of_an_update_that_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches tokens that went through while code was made, over seconds without the making: a rate of nonsense in the
+    first line of every compiled run, and in the mean of those after it."""
+    counts = {"num_trained": 1, "num_parameters": 1, "rows": 1, "rows_per_update": 1, "gradient_accumulation": 1}
+    with TrainDisplay(quiet=False) as display:
+        display(Event("train.start", {**counts, "updates_per_epoch": 2, "total": 2, "update": 0}))
+        for update, seconds, compiled in ((1, 0.001, True), (2, 0.5, False)):
+            figures = {
+                **UPDATE,
+                "update": update,
+                "total": 2,
+                "seconds": seconds,
+                "memory_bytes": 1,
+                "compiled": compiled,
+            }
+            display(Event("train.update", figures))
+    _, first, second = capsys.readouterr().err.splitlines()
+    assert "tokens/s" not in first
+    assert " left" not in first
+    assert "100 tokens/s" in second

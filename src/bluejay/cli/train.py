@@ -154,12 +154,12 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 def _last_line(run: TrainConfig, result: TrainResult) -> str:
     from bluejay.units import format_seconds
 
-    rate = result.num_tokens / result.seconds if result.seconds else 0.0
     parts = [
         f"{result.stopped} at update {result.update}",
         f"loss {result.loss:.4f}",
         *([f"validation {result.valid_loss:.4f}"] if result.valid_loss is not None else []),
-        f"{result.num_tokens:,} tokens at {rate:,.0f}/s",
+        f"{result.num_tokens:,} tokens"
+        + (f" at {result.tokens_per_second:,.0f}/s" if result.tokens_per_second else ""),
         *([f"compiling {format_seconds(result.compile_seconds)}"] if result.compile_seconds > 1 else []),
         *([f"{result.num_skipped} updates skipped for overflow"] if result.num_skipped else []),
         str(result.model) if result.model else f"saved; go on with --resume ({run.out})",
@@ -226,27 +226,30 @@ class TrainDisplay:
             self._progress.start()
 
     def _update(self, fields: Any) -> None:
-        self._recent.append((fields["num_tokens"], fields["seconds"]))
+        if not fields["compiled"]:  # such an update's seconds are not those of its tokens
+            self._recent.append((fields["num_tokens"], fields["seconds"]))
         update, total = fields["update"], fields["total"]
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=update, description=self._figures(fields))
         elif update % max(1, total // self.LINES) == 0 or update == total:
             from bluejay.units import format_seconds
 
-            seconds = sum(s for _, s in self._recent) / len(self._recent)
-            left = format_seconds((total - update) * seconds)
-            self._say(f"update {update}/{total}, {self._figures(fields)}, {left} left")
+            left = ""
+            if self._recent:
+                seconds = sum(s for _, s in self._recent) / len(self._recent)
+                left = f", {format_seconds((total - update) * seconds)} left"
+            self._say(f"update {update}/{total}, {self._figures(fields)}{left}")
 
     def _figures(self, fields: Any) -> str:
         from bluejay.units import format_bytes
 
-        tokens, seconds = (sum(part) for part in zip(*self._recent, strict=True))
+        rate = ""
+        if self._recent:
+            tokens, seconds = (sum(part) for part in zip(*self._recent, strict=True))
+            rate = f"{tokens / seconds:,.0f} tokens/s, "
         loss = "none" if fields["loss"] is None else f"{fields['loss']:.4f}"
         scale = f", loss scale {fields['loss_scale']:g}" if "loss_scale" in fields else ""
-        return (
-            f"loss {loss}, rate {fields['learning_rate']:.2e}, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
-            f"{format_bytes(fields['memory_bytes'])}{scale}"
-        )
+        return f"loss {loss}, rate {fields['learning_rate']:.2e}, {rate}{format_bytes(fields['memory_bytes'])}{scale}"
 
     def _say(self, text: str) -> None:
         if self._progress is None:

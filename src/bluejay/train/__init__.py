@@ -4,7 +4,7 @@ from bluejay.train.attention import attend_in_tiles
 from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, alone_in, written
 from bluejay.train.log import EventFile, plot_loss, read_events, trackers
 from bluejay.train.loop import Trainer, TrainResult, prepare
-from bluejay.train.lora import LoraLinear, add_lora, merged_weights, read_adapter, save_adapter
+from bluejay.train.lora import LoraLinear, add_lora, base_digest, merged_weights, read_adapter, save_adapter
 from bluejay.train.loss import linear_cross_entropy
 from bluejay.train.optimizers import Updater, schedule_factor
 from bluejay.train.packing import IGNORED, Batch, Blocks, Reader, Rows, Samples, Source, lay_out
@@ -36,6 +36,7 @@ __all__ = [
     "add_lora",
     "alone_in",
     "attend_in_tiles",
+    "base_digest",
     "lay_out",
     "linear_cross_entropy",
     "merged_weights",

@@ -182,8 +182,9 @@ def figures(event: Event) -> dict[str, float]:
     """What trackers draw, by name."""
     fields = event.fields
     if event.name == "train.update":
-        values = {f"train/{name}": fields[name] for name in ("loss", "learning_rate", "gradient_norm")}
-        values["train/tokens_per_second"] = fields["num_tokens"] / max(fields["seconds"], 1e-9)
+        values = {
+            f"train/{name}": fields[name] for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second")
+        }
         return {name: value for name, value in values.items() if value is not None}
     return {"valid/loss": fields["loss"]} if event.name == "train.eval" else {}
 

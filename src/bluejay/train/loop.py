@@ -25,7 +25,7 @@ from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer, ignore
 from bluejay.files import write_bytes
 from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, written
-from bluejay.train.lora import add_lora, merged_weights, read_adapter, save_adapter
+from bluejay.train.lora import add_lora, base_digest, merged_weights, read_adapter, save_adapter
 from bluejay.train.optimizers import Updater, schedule_factor
 from bluejay.train.packing import Reader, Source
 from bluejay.train.precision import DTYPES, LossScaler, Weights
@@ -49,6 +49,7 @@ class TrainResult:
         stopped: `done`, `early` (no better evaluation for `patience` of them) or `interrupted`.
         num_tokens: real tokens that went through the model in this process.
         seconds: spent in updates, compiling apart.
+        tokens_per_second: real tokens, over the updates in which nothing was compiled; 0 when there was none.
         num_skipped: updates left out because fp16 gradients overflowed.
         num_empty: updates left out because their rows had no target.
     """
@@ -62,6 +63,7 @@ class TrainResult:
     stopped: str
     num_tokens: int
     seconds: float
+    tokens_per_second: float
     compile_seconds: float
     num_skipped: int
     num_empty: int
@@ -94,6 +96,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.keep)
         self._observe, self._replicas = observe, replicas or Alone()
         self._digest = data_digest
+        self._base = base_digest(built.directory) if config.lora.rank and built.directory else ""
         if not config.masters and config.precision == "bf16":
             text = "bf16 without fp32 masters: weights are rounded stochastically, with noise (masters=true: none)"
             observe(Event("warning", {"text": text}))
@@ -130,6 +133,7 @@ class Trainer:
         self._worse = 0
         self._num_tokens = self._num_empty = 0
         self._seconds = 0.0
+        self._timed = (0, 0.0)  # tokens and seconds of updates in which nothing was compiled
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[dict[str, Any]] | None = None
 
@@ -182,6 +186,7 @@ class Trainer:
             stopped=stopped,
             num_tokens=self._num_tokens,
             seconds=self._seconds,
+            tokens_per_second=self._timed[0] / self._timed[1] if self._timed[0] else 0.0,
             compile_seconds=getattr(self._step, "compile_seconds", 0.0),
             num_skipped=self.scaler.num_skipped if self.scaler else 0,
             num_empty=self._num_empty,
@@ -228,6 +233,8 @@ class Trainer:
         seconds = time.perf_counter() - started - compiled
         self._seconds += seconds
         self._num_tokens += num_tokens
+        if not compiled:  # else some of these tokens went through while the code was made
+            self._timed = (self._timed[0] + num_tokens, self._timed[1] + seconds)
         fields = {
             "update": self.update,
             "total": self.total,
@@ -238,6 +245,7 @@ class Trainer:
             "num_tokens": num_tokens,
             "num_targets": num_targets,
             "seconds": seconds,
+            "tokens_per_second": None if compiled else num_tokens / seconds,
             "compiled": compiled > 0,
         }
         if self.scaler is not None:
@@ -340,6 +348,7 @@ class Trainer:
             "num_empty": self._num_empty,
             "scaler": self.scaler.state() if self.scaler else None,
             "data": self._digest,
+            "base": self._base,
             "replicas": self._replicas.count,
             "config": asdict(self.config),
             "torch": torch.__version__,
@@ -405,6 +414,8 @@ class Trainer:
         refused = [name for name in changed if name not in longer and not name.startswith("data.valid")]
         if state["data"] != self._digest:
             refused.append("the training data")
+        if state.get("base", "") != self._base:
+            refused.append(f"the weights under the adapters, in {self.built.directory}")
         if state["replicas"] != self._replicas.count:
             refused.append("the number of replicas")
         if refused:
@@ -433,9 +444,13 @@ class Trainer:
         if lora.rank and not lora.merge:
             save_adapter(self.out / "adapter", values, lora, self.config.model)
             return self.out / "adapter"
-        full = merged_weights(self.built.model, values) if lora.rank else self._full(values)
-        dtype = getattr(torch, (not self.config.qat and self.built.model.config.dtype) or "float32")
-        save(self.built, self.out / "model", {name: tensor.to(dtype) for name, tensor in full.items()}, self._observe)
+        if lora.rank:
+            assert self.built.directory is not None
+            full = merged_weights(self.built.model, read_weights(self.built.directory), values)
+        else:
+            dtype = getattr(torch, (not self.config.qat and self.built.model.config.dtype) or "float32")
+            full = {name: tensor.to(dtype) for name, tensor in self._full(values).items()}
+        save(self.built, self.out / "model", full, self._observe)
         return self.out / "model"
 
     def description(self) -> dict[str, Any]:

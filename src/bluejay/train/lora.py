@@ -5,6 +5,7 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; fi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bluejay.config import LoraConfig
+from bluejay.errors import ConfigError
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -51,7 +53,19 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
-    """Freeze a model and give each of its matrices that the config names an adapter, in place."""
+    """Freeze a model and give each of its matrices that the config names an adapter, in place.
+
+    Raises:
+        ConfigError: a head that is the embedding too is to be merged: the two would no longer be one.
+    """
+    merges_head = config.merge and "lm_head" in config.targets
+    if merges_head and model.get_parameter("lm_head.weight") is model.get_parameter("transformer.wte.weight"):
+        raise ConfigError(
+            asked="lora.merge=true with lm_head among lora.targets",
+            found="a model whose head and embedding share one matrix",
+            rule="an adapter of the head, added in, would change the embedding too",
+            fix="leave lm_head out of lora.targets, or set lora.merge=false",
+        )
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, module in [*model.named_modules()]:
@@ -62,18 +76,35 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same, by Hugging Face's names.
+def merged_weights(model: nn.Module, base: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same, added in fp32, each in its base's dtype.
 
     Args:
+        base: the weights under the adapters by Hugging Face's names, as they are stored: those in the model may have
+            been rounded for training.
         trained: the adapters' weights by name, in full precision.
     """
-    weights = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    weights = dict(base)
     for name, module in adapters(model):
-        down, up = trained[f"{name}.lora_A"], trained[f"{name}.lora_B"]
-        base = weights[f"{name}.base.weight"]
-        weights[f"{name}.base.weight"] = (base.float() + module.scale * (up.float() @ down.float())).to(base.dtype)
-    return {name.replace(".base.", "."): tensor for name, tensor in weights.items()}
+        own = base[f"{name}.weight"]
+        down, up = (trained[f"{name}.lora_{part}"].to(own.device, torch.float32) for part in "AB")
+        weights[f"{name}.weight"] = (own.float() + module.scale * (up @ down)).to(own.dtype)
+    return weights
+
+
+def base_digest(directory: Path) -> str:
+    """What tells the weights in a directory from others: SHA-256 of sizes and of 64 KiB out of every MiB.
+
+    A tuned model differs from its base nearly everywhere, and 24 GB read whole would take longer than loading them.
+    """
+    total = hashlib.sha256()
+    for file in sorted(f for pattern in ("*.safetensors", "pytorch_model*.bin") for f in directory.glob(pattern)):
+        total.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 16):
+                total.update(part)
+                stream.seek((1 << 20) - (1 << 16), 1)
+    return total.hexdigest()
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +68,10 @@ class LocalStep:
         self._shapes: set[Any] = set()
         self._compute_dtype = dtype_of_blocks(built.model)
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self._in_tiles = built.device.type == "cpu" and self._compute_dtype == torch.bfloat16
         if config.compile != "eager":
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # one for each shape
             self._compiled = torch.compile(self._forward, dynamic=False)
-            if built.device.type == "cpu" and self._compute_dtype == torch.bfloat16:
-                for block in built.model.transformer.h:
-                    cast(Any, block).attn.attend = attend_in_tiles
 
     def gradients(self, batch: Batch, scale: Tensor, seed: int) -> Tensor:
         # Dropout is a function of the seed, so that nothing random needs to be kept in a checkpoint.
@@ -100,12 +99,14 @@ class LocalStep:
         if self._compiled is None:
             return run(self._forward)
         if shape in self._shapes:
-            return run(self._compiled)
+            with self._attention():
+                return run(self._compiled)
         fields = {"shape": list(shape[1]), "what": shape[0]}
         self._observe(Event("train.compiling", fields))
         started = time.perf_counter()
         try:
-            result = run(self._compiled)
+            with self._attention():
+                result = run(self._compiled)
         except Exception as error:
             if not _is_missing_compiler(error):
                 raise
@@ -122,6 +123,18 @@ class LocalStep:
         self.compile_seconds += seconds
         self._observe(Event("train.compile", {**fields, "seconds": seconds}))
         return result
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Attention in tiles while a compiled step runs; an instance that held it would be another program."""
+        blocks: Any = self._model.transformer.h if self._in_tiles else ()
+        for block in blocks:
+            block.attn.attend = attend_in_tiles
+        try:
+            yield
+        finally:
+            for block in blocks:
+                del block.attn.attend
 
     def _forward(
         self, inputs: Tensor, targets: Tensor, segments: Tensor | None, scale: Tensor, smoothing: float
