@@ -116,16 +116,20 @@ def rates(seconds: list[float]) -> list[float]:
 
 
 def wide(out: str) -> dict[str, Any]:
-    """Model FLOP/s of two layers of 6B width, full fine-tuning, against the matrix rate in the same process."""
-    rows, updates = 2, 5
+    """Model FLOP/s of two layers of 6B width, full fine-tuning, against the matrix rate in the same process.
+
+    An update of 2,048 tokens, the micro-batch of the preset `gptj-6b-full`, which has sixteen of them in an update.
+    """
+    rows, updates = 4, 5
     gemm = [measure_gemm(torch.bfloat16)]
     built = fresh(SIX_B, out)
-    config = replace(run_of(updates + 1, out), micro_batch=rows)
-    trainer = Trainer(built, config, blocks(32, LENGTH, SIX_B.vocab_size))
+    config = replace(run_of(WARM_UP + updates, out), micro_batch=rows)
+    trainer = Trainer(built, config, blocks(WARM_UP * rows + updates * rows, LENGTH, SIX_B.vocab_size))
     seconds = timed(trainer, updates)
     gemm.append(measure_gemm(torch.bfloat16))
     forward = rows * costs.prefill_flops(SIX_B, LENGTH, num_logits=LENGTH)
     return {
+        "tokens_per_update": rows * LENGTH,
         "flops": 3 * forward / statistics.median(seconds),
         "gemm_flops": max(gemm),
         "update_seconds": seconds,
@@ -155,7 +159,7 @@ def lora(out: str) -> dict[str, Any]:
     reset_peak()
     batch = trainer.reader.batches(0)[0]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        trainer._step.gradients(batch, torch.tensor(1e-3), 0)
+        trainer._step.gradients([batch], torch.tensor(1e-3), [0])
     trainer.weights.forget_gradients()
     timed(trainer, 1)
     peak = peak_now() - before
