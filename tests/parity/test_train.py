@@ -113,7 +113,7 @@ def gradients_of(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 # ---- law 6 ---------------------------------------------------------------------------------------------------------
 
 
-class Threads:
+class Threads(Alone):
     """Replicas that are threads of one process: enough for the loop, which only asks for sums."""
 
     def __init__(self, index: int, barrier: threading.Barrier, board: dict[int, list[Tensor]]) -> None:
@@ -159,7 +159,7 @@ def test_law_6_replicas(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch
     expected = gradients_of(expected_trainer, monkeypatch)
     barrier, board = threading.Barrier(2), dict[int, list[Tensor]]()
     config = replace(BASE, micro_batch=2, gradient_accumulation=2, steps=1)
-    trainers = [trainer_of(config, source, replicas=Threads(i, barrier, board), name=f"r{i}") for i in range(2)]
+    trainers = [trainer_of(config, source, ranks=Threads(i, barrier, board), name=f"r{i}") for i in range(2)]
     found: dict[int, dict[str, Tensor]] = {}
 
     def work(i: int) -> None:
@@ -503,7 +503,7 @@ def test_gradients_of_half_precision(trainer_of: MakeTrainer, monkeypatch: pytes
         trainer = trainer_of(replace(BASE, steps=1, micro_batch=8, precision=precision), name=precision)
 
         def note(*step: object, weights: Weights = trainer.weights, precision: str = precision) -> None:
-            found[precision] = torch.cat([gradient.flatten() for gradient in weights.gradients()])
+            found[precision] = torch.cat([gradient.flatten() for gradient in weights.gradients().values()])
 
         monkeypatch.setattr(trainer.updater, "step", note)
         trainer.run()
@@ -572,8 +572,8 @@ def test_an_overflow_is_skipped_and_counted(trainer_of: MakeTrainer, monkeypatch
     step = trainer._step
     gradients = step.gradients
 
-    def overflow_once(batch: Any, scale: Tensor, seed: int) -> Tensor:
-        loss = gradients(batch, scale, seed)
+    def overflow_once(batches: Any, scale: Tensor, seeds: Any) -> Tensor:
+        loss = gradients(batches, scale, seeds)
         if trainer.update == 1:
             next(iter(trainer.weights)).parameter.grad[0, 0] = math.inf  # type: ignore[index]
         return loss

@@ -83,7 +83,7 @@ def make_plan(shape: ModelConfig, settings: dict[str, Any]) -> Plan:
 
     if "layers_per_device" in settings:
         settings = {**settings, "layers_per_device": _counts(settings["layers_per_device"])}
-    memory = _bytes(settings.get("device_memory", 0))
+    memory = parse_memory(settings.get("device_memory", 0))
     devices = settings.get("devices", 0)
     workload = Workload(**{f.name: settings[f.name] for f in fields(Workload) if f.name in settings})
     of_layout = {f.name: settings[f.name] for f in fields(Layout) if f.name in settings}
@@ -233,7 +233,8 @@ def _counts(value: Any) -> tuple[int, ...]:
         ) from None
 
 
-def _bytes(value: str | int) -> int:
+def parse_memory(value: str | int) -> int:
+    """Bytes of a device, from text such as 16GiB."""
     from bluejay.errors import ConfigError
     from bluejay.units import parse_bytes
 

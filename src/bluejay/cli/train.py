@@ -7,27 +7,36 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bluejay.cli.display import Display
-from bluejay.cli.environment import cache_folder, keep_compiled_steps
+from bluejay.cli.environment import cache_folder, keep_compiled_steps, rank_of_launcher
+from bluejay.cli.launch import is_starter, ranks, start_ranks
+from bluejay.cli.plan import parse_memory
+from bluejay.events import ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from bluejay.config import TrainConfig
     from bluejay.events import Event
+    from bluejay.parallel import Plan
     from bluejay.train import Saved, TrainResult
 
 
 def train(
+    program: typer.Context,
     config: Annotated[str, typer.Option(help="A YAML file, or a preset such as nano-full or gptj-6b-lora.")] = "",
     set: Annotated[list[str] | None, typer.Option("--set", help="One setting: a.b=c; may be repeated.")] = None,
+    devices: Annotated[
+        int, typer.Option(help="Ranks, started here; what `parallel` leaves open are replicas. 0: as `parallel` says.")
+    ] = 0,
+    device_memory: Annotated[str, typer.Option(help="Of each device, such as 16GiB: refuse what would not fit.")] = "",
     qat: Annotated[str, typer.Option(help="Train for group quantization, such as int4-g64.")] = "",
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in `out`.")] = False,
     cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
@@ -38,28 +47,60 @@ def train(
     from bluejay.config import as_yaml, read_train
 
     run = read_train(config, [*(set or ()), *([f"qat={qat}"] if qat else ())])
+    run = on_devices(run, devices)
+    made = check(run, resume, parse_memory(device_memory) if device_memory else 0)
+    if is_starter(run.parallel.num_devices):
+        raise typer.Exit(start_ranks(program.obj, run.parallel.num_devices))
     keep_compiled_steps((cache or cache_folder()) / "train")
-    if not quiet:
+    rank = rank_of_launcher()
+    is_heard = rank is None or rank.index == 0
+    if is_heard and not quiet:
         print(as_yaml(run), file=sys.stderr)
     with TrainDisplay(quiet) as display:
-        result = run_training(run, display, resume=resume)
-    if json:
+        result = run_training(run, display if is_heard else ignore, resume=resume, made=made)
+    if is_heard and json:
         print(json_format.dumps({**asdict(result), "model": result.model and str(result.model)}))
-    elif not quiet:
+    elif is_heard and not quiet:
         print(_last_line(run, result), file=sys.stderr)
     if result.stopped == "interrupted":
         raise typer.Exit(130)
 
 
-def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: bool = False) -> TrainResult:
-    """Everything from a configuration to a result: model, data, loop, events, plot.
+def on_devices(run: TrainConfig, devices: int) -> TrainConfig:
+    """The run on so many devices, or on as many as a launcher has started: what its layout leaves open are replicas.
 
     Raises:
-        ConfigError: `out` holds a run and `resume` was not asked, or nothing to resume.
-        TrainingError and what `build` raises.
+        ConfigError: the layout is of another number.
     """
     from bluejay.errors import ConfigError
-    from bluejay.train import Checkpoints, alone_in
+
+    layout, rank = run.parallel, rank_of_launcher()
+    devices = devices or (rank.count if rank is not None else layout.num_devices)
+    if layout.replicas == 1 and devices > 0 and devices % layout.num_devices == 0:
+        layout = replace(layout, replicas=devices // layout.num_devices)
+    if devices != layout.num_devices:
+        parts = f"{layout.num_stages} stages x tensor parallel degree {layout.tensor} x {layout.replicas} replicas"
+        raise ConfigError(
+            asked=f"{devices} devices",
+            found=f"a layout of {layout.num_devices}: {parts}",
+            rule="devices = stages x tensor x replicas; replicas that are not set follow from the devices",
+            fix=f"use --devices {layout.num_devices}, or --set parallel.stages, parallel.tensor or parallel.replicas",
+        )
+    return replace(run, parallel=layout)
+
+
+def check(run: TrainConfig, resume: bool, device_memory: int = 0) -> Plan:
+    """Everything that can be wrong with a run before any weight is read; its plan.
+
+    Raises:
+        ConfigError: `out` holds a run and `resume` was not asked, or nothing to resume; settings that contradict each
+            other, the model or the layout.
+        MachineError: a device would overflow.
+    """
+    from bluejay.build import locate
+    from bluejay.checkpoint import read_config
+    from bluejay.errors import ConfigError
+    from bluejay.train import Checkpoints, plan_of
 
     out = Path(run.out)
     last = Checkpoints(out / "checkpoints", run.keep).last()
@@ -70,64 +111,111 @@ def run_training(run: TrainConfig, observe: Callable[[Event], None], *, resume: 
             rule="a run never mixes with another, and only a run with a checkpoint goes on",
             fix="choose another out, or add --resume" if last else "leave --resume out",
         )
-    run.accumulation()  # what contradicts itself is refused before anything is read
+    run.accumulation()
     if not run.data.train:
         raise ConfigError(asked="a training run", found="no data.train", fix="--set data.train=FILE")
-    with alone_in(out):
-        return _train_alone(run, observe, last)
+    model = read_config(locate(run.model), offline=run.offline)
+    if run.data.length > model.n_positions:
+        raise ConfigError(
+            asked=f"data.length={run.data.length}", found=f"a window of {model.n_positions}", fix="lower data.length"
+        )
+    return plan_of(run, model, device_memory)
 
 
-def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved | None) -> TrainResult:
+def run_training(
+    run: TrainConfig, observe: Callable[[Event], None], *, resume: bool = False, made: Plan | None = None
+) -> TrainResult:
+    """Everything from a configuration to a result: model, data, loop, events, plot.
+
+    Args:
+        made: the run's plan, where it has been checked already.
+
+    Raises:
+        ConfigError, MachineError: as `check`.
+        TrainingError and what `build` raises.
+    """
+    from bluejay.train import Checkpoints, alone_in
+
+    made = made or check(run, resume)
+    out = Path(run.out)
+    last = Checkpoints(out / "checkpoints", run.keep).last()
+    rank = rank_of_launcher()
+    with alone_in(out) if rank is None or rank.index == 0 else nullcontext():
+        return _train_alone(run, observe, last, made)
+
+
+def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved | None, made: Plan) -> TrainResult:
     """The run itself, in a folder that no other run writes."""
+    from bluejay.build import locate
+    from bluejay.checkpoint import load_tokenizer, open_checkpoint, read_config
     from bluejay.errors import ConfigError
     from bluejay.events import Event
     from bluejay.machine import peak_memory_bytes
     from bluejay.tasks import read_samples
-    from bluejay.train import EventFile, Trainer, lay_out, plot_loss, prepare, read_events, trackers, written
+    from bluejay.train import (
+        EventFile,
+        Trainer,
+        lay_out,
+        plot_loss,
+        prepare,
+        ranks_of,
+        read_events,
+        step_of,
+        trackers,
+        written,
+    )
 
-    out = Path(run.out)
-    events = EventFile(out / "events.jsonl")
-    listeners: list[Callable[[Event], None]] = [events, observe, *trackers(run)]
+    out, rank = Path(run.out), rank_of_launcher()
+    number = 0 if rank is None else rank.index
+    events = EventFile(out / (f"events-rank{number}.jsonl" if number else "events.jsonl"))
+    listeners: list[Callable[[Event], None]] = [events, observe, *(() if number else trackers(run))]
+    whose = {} if rank is None else {"rank": number}
 
     def tell(event: Event) -> None:
+        fields = {**event.fields, **whose}
         if event.name == "train.update":
-            event = Event(event.name, {**event.fields, "memory_bytes": peak_memory_bytes()})
+            fields["memory_bytes"] = peak_memory_bytes()
         for listener in listeners:
-            listener(event)
+            listener(Event(event.name, fields))
 
     try:
-        built = prepare(run, tell)
-        length = run.data.length or built.context
-        if length > built.context:
-            raise ConfigError(
-                asked=f"data.length={length}", found=f"a window of {built.context}", fix="lower data.length"
-            )
+        place = locate(run.model)
+        directory = Path(place) if run.scratch else open_checkpoint(place, offline=run.offline, observe=tell).directory
+        model = read_config(directory)
+        tokenizer = load_tokenizer(directory, model)
+        length = run.data.length or model.n_positions
 
         def source(name: str, split: str) -> Any:
-            vocab_size = built.model.config.vocab_size
             samples = read_samples(
-                name, split, run.data, built.tokenizer, vocab_size, offline=run.offline, observe=tell
+                name, split, run.data, tokenizer, model.vocab_size, offline=run.offline, observe=tell
             )
             return samples, lay_out(samples, run.data.layout, length, run.data.within_documents)
 
         samples, rows = source(run.data.train, run.data.train_split)
-        valid = source(run.data.valid, run.data.valid_split)[1] if run.data.valid else None
+        valid_samples, valid = source(run.data.valid, run.data.valid_split) if run.data.valid else (None, None)
         if rows.num_without_target:
             text = f"{rows.num_without_target} of {len(samples)} samples have no target after truncation; not learned"
             tell(Event("warning", {"text": text}))
         if rows.num_cut:
             text = f"{rows.num_cut} of {len(samples)} samples are longer than {length} tokens and were cut"
             tell(Event("warning", {"text": text}))
-        trainer = Trainer(built, run, rows, valid, tell, data_digest=samples.digest())
-        if last is not None:
-            trainer.resume(last)
-        with _interruptible() as was_interrupted:
-            result = trainer.run(was_interrupted)
-        try:
-            with written(out / "loss.png"):
-                plot_loss(read_events(out / "events.jsonl"), out)
-        except ConfigError as error:
-            tell(Event("warning", {"text": f"no plot of the loss: {error.found}; {error.fix}"}))
+        digest = samples.digest()
+        asked = [run, model, digest, valid_samples and valid_samples.digest(), last and last.update]
+        with ranks(made.layout, asked, run.device) as mesh:
+            built = prepare(run, tell, plan=made, mesh=mesh)
+            trainer = Trainer(
+                built, run, rows, valid, tell, ranks=ranks_of(made, mesh), step=step_of(made, mesh), data_digest=digest
+            )
+            if last is not None:
+                trainer.resume(last)
+            with _interruptible() as was_interrupted:
+                result = trainer.run(was_interrupted)
+        if number == 0:
+            try:
+                with written(out / "loss.png"):
+                    plot_loss(read_events(out / "events.jsonl"), out)
+            except ConfigError as error:
+                tell(Event("warning", {"text": f"no plot of the loss: {error.found}; {error.fix}"}))
         return result
     finally:
         events.close()
@@ -139,7 +227,8 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     asked: list[int] = []
 
     def note(number: int, frame: Any) -> None:
-        if asked:
+        # Who starts ranks sends SIGTERM after a Ctrl-C that some of them may have heard themselves.
+        if number in asked:
             raise KeyboardInterrupt
         asked.append(number)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from bluejay.config.parallel import Layout
 from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
 
@@ -135,6 +136,7 @@ class TrainConfig:
         patience: stop after so many evaluations without a better one; 0 never does.
         save_every, keep: updates between checkpoints (0: at the end only), and how many are kept besides the best.
         async_save: write checkpoints out of a copy while the next updates run; the copy takes as much memory again.
+        parallel: the devices that the model lies on; a run may go on under another layout.
         result: the weights of the `last` update, or those of the `best` evaluation.
         compile: `auto` compiles the step where there is a C++ compiler; `inductor` insists; `eager` never does.
         device: cpu, cuda, cuda:N; "auto" takes CUDA where there is one.
@@ -169,6 +171,7 @@ class TrainConfig:
     save_every: int = 0
     keep: int = 2
     async_save: bool = False
+    parallel: Layout = field(default_factory=Layout)
     result: Literal["last", "best"] = "last"
     compile: Literal["auto", "inductor", "eager"] = "auto"
     device: str = "auto"
@@ -182,12 +185,16 @@ class TrainConfig:
         _check_ranges(self)
         _check_together(self)
 
-    def accumulation(self, replicas: int = 1) -> int:
+    def accumulation(self, replicas: int = 0) -> int:
         """Micro-batches per update of each replica: the one place that decides it.
+
+        Args:
+            replicas: 0: those of the layout.
 
         Raises:
             ConfigError: `global_batch` and `gradient_accumulation` contradict each other.
         """
+        replicas = replicas or self.parallel.replicas
         rows = self.micro_batch * replicas
         given = self.gradient_accumulation
         if not self.global_batch:
@@ -202,9 +209,9 @@ class TrainConfig:
             )
         return self.global_batch // rows
 
-    def rows_per_update(self, replicas: int = 1) -> int:
+    def rows_per_update(self, replicas: int = 0) -> int:
         """The global batch, in rows."""
-        return self.micro_batch * self.accumulation(replicas) * replicas
+        return self.micro_batch * self.accumulation(replicas) * (replicas or self.parallel.replicas)
 
 
 def parse_train(raw: Mapping[str, Any], source: str, base: TrainConfig | None = None) -> TrainConfig:
@@ -400,7 +407,7 @@ def _check_ranges(config: TrainConfig) -> None:
 
 def _check_together(config: TrainConfig) -> None:
     given = config.micro_batch * config.gradient_accumulation  # both given: how many replicas is known only later
-    config.accumulation(max(1, config.global_batch // given) if given else 1)
+    config.accumulation(max(1, config.global_batch // given) if given else 0)
     if config.qat:
         QuantSpec.parse(config.qat)
     rows, answer = config.data.layout == "rows", bool(config.data.answer)
@@ -460,6 +467,30 @@ def _check_together(config: TrainConfig) -> None:
             "keep the masters",
         ),
         (
+            config.lora.rank > 0 and _divides_layers(config.parallel),
+            f"LoRA over {_places(config.parallel)}",
+            "an adapter is trained on devices that hold the whole layer it belongs to, and all layers",
+            "use replicas only (parallel.replicas), without parallel.shard, or set lora.rank=0",
+        ),
+        (
+            bool(config.qat) and _divides_layers(config.parallel),
+            f"qat={config.qat} over {_places(config.parallel)}",
+            "what is rounded for packing are whole matrices in full precision",
+            "use replicas only (parallel.replicas), without parallel.shard, or leave qat out",
+        ),
+        (
+            config.optimizer.name == "muon" and (config.parallel.tensor > 1 or config.parallel.shard),
+            f"optimizer.name=muon over {_places(config.parallel)}",
+            "muon's step is of whole matrices, and these are cut",
+            "use stages and replicas without parallel.shard, or optimizer.name=adamw",
+        ),
+        (
+            not config.masters and config.precision == "bf16" and config.parallel.shard,
+            "masters=false with parallel.shard=true",
+            "what replicas share out is the fp32 state that masters=false does without",
+            "choose one of them",
+        ),
+        (
             "gptq" in config.qat,
             f"qat={config.qat}",
             "gptq rounds by calibration text, which no forward pass of training has",
@@ -469,6 +500,17 @@ def _check_together(config: TrainConfig) -> None:
     for wrong, found, rule, fix in contradictions:
         if wrong:
             raise ConfigError(asked="a training run with these settings together", found=found, rule=rule, fix=fix)
+
+
+def _divides_layers(layout: Layout) -> bool:
+    """Whether any device holds less than the whole model."""
+    return layout.num_stages > 1 or layout.tensor > 1 or layout.shard
+
+
+def _places(layout: Layout) -> str:
+    """A layout in words."""
+    shared = " that share out their weights" if layout.shard else ""
+    return f"{layout.num_stages} stages x tensor parallel degree {layout.tensor} x {layout.replicas} replicas{shared}"
 
 
 def _get(config: Any, name: str) -> Any:

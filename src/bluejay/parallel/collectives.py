@@ -17,16 +17,6 @@ IGNORED = -100  # a target that is nobody's to predict
 Group = dist.ProcessGroup | None
 
 
-class Ranks:
-    """A group as a module keeps it: copies of the module are on the same ranks."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self
-
-
 class _CopyIn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -87,35 +77,55 @@ class _CrossEntropy(Function):
     """Sum of the losses, and softmax for its gradient; every device knows only its columns."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Group, smoothing: float, vocab_size: int
+    ) -> Tensor:
         scores = logits.float()
         highest = scores.amax(-1)
         if group is not None:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        probabilities = (scores - highest[:, None]).exp_()
+        scores = scores - highest[:, None]
         column = targets - first
         is_here = (column >= 0) & (column < scores.shape[1])
         column = column.clamp(0, scores.shape[1] - 1)
-        chosen = (scores.gather(1, column[:, None])[:, 0] - highest).masked_fill(~is_here, 0)
-        sums = torch.stack((probabilities.sum(-1), chosen))
+        chosen = scores.gather(1, column[:, None])[:, 0].masked_fill(~is_here, 0)
+        num_columns = min(scores.shape[1], max(vocab_size - first, 0))  # the rest is padding
+        spread = scores[:, :num_columns].sum(-1) if smoothing else torch.zeros_like(chosen)
+        probabilities = scores.exp_()
+        sums = torch.stack((probabilities.sum(-1), chosen, spread))
         if group is not None:
             dist.all_reduce(sums, group=group)
         counted = targets != IGNORED
         probabilities /= sums[0][:, None]
         ctx.save_for_backward(probabilities, column, is_here & counted, counted)
-        ctx.dtype = logits.dtype
-        return ((sums[0].log() - sums[1]) * counted).sum()
+        ctx.dtype, ctx.smoothing, ctx.num_columns, ctx.vocab_size = logits.dtype, smoothing, num_columns, vocab_size
+        losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing * sums[2] / vocab_size
+        return torch.where(counted, losses, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         probabilities, column, is_here, counted = ctx.saved_tensors
-        result = probabilities * (grad * counted)[:, None]
-        result.scatter_add_(1, column[:, None], -(grad * is_here)[:, None])
-        return result.to(ctx.dtype), None, None, None
+        share = (grad * counted)[:, None]
+        result = probabilities * share
+        result.scatter_add_(1, column[:, None], -(grad * (1 - ctx.smoothing) * is_here)[:, None])
+        if ctx.smoothing:
+            result[:, : ctx.num_columns] -= share * (ctx.smoothing / ctx.vocab_size)
+        return result.to(ctx.dtype), None, None, None, None, None
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, first: int = 0, group: Group = None) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    first: int = 0,
+    group: Group = None,
+    smoothing: float = 0.0,
+    vocab_size: int = 0,
+) -> Tensor:
     """Sum over tokens of -log softmax(logits)[target], in fp32, the same on all devices of the group.
+
+    Args:
+        smoothing: probability that the wanted distribution gives to all tokens alike.
+        vocab_size: columns of all devices without padding; 0 is those of `logits`.
 
     Shapes:
         logits: [N, V/t], columns `first` to `first + V/t`   targets: [N], IGNORED where nothing is predicted
@@ -123,5 +133,6 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, first: int = 0, group: Gr
 
     Source: Narayanan et al. 2021, section 2.3 (parallel output layer).
     """
-    total: Tensor = _CrossEntropy.apply(logits, targets, first, group)
+    vocab_size = vocab_size or logits.shape[-1]
+    total: Tensor = _CrossEntropy.apply(logits, targets, first, group, smoothing, vocab_size)
     return total

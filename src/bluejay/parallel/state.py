@@ -23,6 +23,7 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
     """Every rank's tensors, put together under the model's names: on the first rank of the mesh, in the CPU's memory.
 
     All ranks of the mesh call this, each with tensors for all the parameters that it holds; the others get nothing.
+    Names may have a path before them, such as `exp_avg/transformer.wte.weight`.
     """
     place, tensor, stages = place_of(mesh), group_of(mesh, "tensor"), group_of(mesh, "stage")
     shapes = parameter_shapes(plan.model)
@@ -32,13 +33,14 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
         part = part.full_tensor() if hasattr(part, "full_tensor") else part  # gathers what replicas share out
         if place["replica"] > 0:
             continue
-        dim = cut_dim(name)
+        dim = cut_dim(name) if part.dim() else None  # a count of updates is the same everywhere
         if dim is not None and tensor is not None:
             pieces = [torch.empty_like(part) for _ in range(plan.layout.tensor)] if place["tensor"] == 0 else None
             dist.gather(part.contiguous(), pieces, group=tensor, group_dst=0)
             if pieces is None:
                 continue
-            part = torch.cat(pieces, dim).narrow(dim, 0, shapes[name][dim])  # without the vocabulary's padding
+            size = shapes[name.rpartition("/")[2]][dim]  # without the vocabulary's padding
+            part = torch.cat(pieces, dim).narrow(dim, 0, size)
         if place["tensor"] == 0:
             held[name] = part.cpu()
     if place["replica"] > 0 or place["tensor"] > 0:
@@ -50,8 +52,16 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
     return held
 
 
+def own_values(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: itself, or its part of one that replicas share out."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
+
+
 def own_part(name: str, whole: Tensor, plan: Plan, mesh: DeviceMesh) -> Tensor:
     """This rank's part of a whole tensor, cut as parameter `name` is, and shared out over replicas where that is."""
+    if not whole.dim():
+        return whole
     part = cut_part(name, whole, place_of(mesh)["tensor"], plan.layout.tensor)
     if not plan.layout.shard:
         return part

@@ -8,8 +8,9 @@ from bluejay.train.lora import LoraLinear, add_lora, base_digest, merged_weights
 from bluejay.train.loss import linear_cross_entropy
 from bluejay.train.optimizers import Updater, schedule_factor
 from bluejay.train.packing import IGNORED, Batch, Blocks, Reader, Rows, Samples, Source, lay_out
+from bluejay.train.placing import plan_of, ranks_of, step_of
 from bluejay.train.precision import LossScaler, Weights, round_stochastically
-from bluejay.train.step import Alone, LocalStep, Replicas, Step
+from bluejay.train.step import Alone, LocalStep, Ranks, Step
 
 __all__ = [
     "IGNORED",
@@ -21,8 +22,8 @@ __all__ = [
     "LocalStep",
     "LoraLinear",
     "LossScaler",
+    "Ranks",
     "Reader",
-    "Replicas",
     "Rows",
     "Samples",
     "Saved",
@@ -40,13 +41,16 @@ __all__ = [
     "lay_out",
     "linear_cross_entropy",
     "merged_weights",
+    "plan_of",
     "plot_loss",
     "prepare",
+    "ranks_of",
     "read_adapter",
     "read_events",
     "round_stochastically",
     "save_adapter",
     "schedule_factor",
+    "step_of",
     "trackers",
     "written",
 ]

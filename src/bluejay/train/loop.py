@@ -1,8 +1,11 @@
-"""The one training loop: over any step, any optimizer, any number of replicas, from scratch or on top of a checkpoint.
+"""The one training loop: over any step, any optimizer, any number of devices, from scratch or on top of a checkpoint.
 
 An update is: the micro-batches' gradients, each a share of the mean over all targets of the global batch; their sum
 over replicas; clipping; one optimizer step. What happens in an update is a function of the weights, the optimizer's
 state, the configuration and the update's number, which is why ten updates straight are four, a stop, and six.
+
+Where several processes train one model, each runs this loop on its part. They decide alike because every number that a
+decision hangs on (targets, loss, norm, evaluation) is a sum over all of them.
 """
 
 from __future__ import annotations
@@ -18,24 +21,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from bluejay.build import Built, build, build_fresh, fake_quantize, is_packed, read_weights, save
 from bluejay.config import RunConfig, TrainConfig, as_yaml
 from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer, ignore
 from bluejay.files import write_bytes
+from bluejay.parallel import Plan
 from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, written
 from bluejay.train.lora import add_lora, base_digest, merged_weights, read_adapter, save_adapter
 from bluejay.train.optimizers import Updater, schedule_factor
 from bluejay.train.packing import Reader, Source
 from bluejay.train.precision import DTYPES, LossScaler, Weights
-from bluejay.train.step import Alone, LocalStep, Replicas, Step
+from bluejay.train.step import Alone, LocalStep, Ranks, Step
 
 # Settings that may differ when a run goes on: they change what is kept and shown, not what is learned.
 FREE_TO_CHANGE = frozenset(
     "out save_every keep async_save eval_every eval_rows result compile device offline tensorboard wandb "
-    "recompute".split()
+    "recompute parallel".split()
 )
+# These may differ as long as their product, the rows of an update, does not.
+DIVISION = frozenset({"micro_batch", "gradient_accumulation", "global_batch"})
+_GO_ON, _INTERRUPTED, _CANNOT_WRITE = range(3)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class Trainer:
     Args:
         built: a model as `build` gives it; it is changed in place.
         train, valid: rows or blocks.
-        step: the work on a micro-batch; the model's own on one device unless given.
+        ranks: the other processes that train the model; nobody unless given.
+        step: the work on micro-batches; the model's own on one device unless given.
         data_digest: of the training data, for a resume to compare.
     """
 
@@ -87,14 +96,14 @@ class Trainer:
         valid: Source | None = None,
         observe: Observer = ignore,
         *,
-        replicas: Replicas | None = None,
+        ranks: Ranks | None = None,
         step: Callable[[Built, TrainConfig, Observer], Step] = LocalStep,
         data_digest: str = "",
     ) -> None:
         self.config, self.built = config, built
         self.out = Path(config.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.keep)
-        self._observe, self._replicas = observe, replicas or Alone()
+        self._observe, self._ranks = observe, ranks or Alone()
         self._digest = data_digest
         self._base = base_digest(built.directory) if config.lora.rank and built.directory else ""
         if not config.masters and config.precision == "bf16":
@@ -108,9 +117,10 @@ class Trainer:
             model.requires_grad_(True)
         if config.qat:
             fake_quantize(model, config.qat)
+        self._step = step(built, config, observe)  # before masters are made: it may share parameters out
         self.weights = Weights(model, DTYPES[config.precision], config.masters)
-        accumulation = config.accumulation(self._replicas.count)
-        rows = config.rows_per_update(self._replicas.count)
+        accumulation = config.accumulation(self._ranks.count)
+        rows = config.rows_per_update(self._ranks.count)
         self.updater = Updater(self.weights, config.optimizer, rows, config.seed)
         self.scaler = LossScaler(config.loss_scale) if config.precision == "fp16" else None
         self.reader = Reader(
@@ -118,12 +128,11 @@ class Trainer:
             config.micro_batch,
             accumulation,
             config.seed,
-            replicas=self._replicas.count,
-            replica=self._replicas.index,
+            replicas=self._ranks.count,
+            replica=self._ranks.index,
         )
         self.total = config.steps or math.ceil(config.epochs * self.reader.updates_per_epoch)
         self._valid = valid
-        self._step = step(built, config, observe)
         self._average = {n: t.clone() for n, t in self.weights.values().items()} if config.ema else {}
         self.update = 0
         self.loss = math.nan
@@ -146,9 +155,7 @@ class Trainer:
             TrainingError: the loss or a gradient is not a number, or a checkpoint cannot be written.
         """
         config = self.config
-        with written(self.out / "config.yaml"):
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_bytes(self.out / "config.yaml", as_yaml(config).encode())
+        self._ranks.first(self._write_config)
         self._observe(Event("train.start", self.description()))
         stopped = "done"
         last_saved = self.update
@@ -156,7 +163,8 @@ class Trainer:
         with torch.random.fork_rng(devices=cuda):
             while self.update < self.total:
                 self._one_update()
-                if self._writing is not None and self._writing.done():
+                signal = self._ranks.highest(self._signal(should_stop))
+                if signal == _CANNOT_WRITE:
                     self._finish_saving()
                 is_best = False
                 if config.eval_every and self.update % config.eval_every == 0 and self.update < self.total:
@@ -167,7 +175,7 @@ class Trainer:
                 if config.patience and self._worse >= config.patience:
                     stopped = "early"
                     break
-                if should_stop():
+                if signal == _INTERRUPTED:
                     stopped = "interrupted"
                     break
             if stopped == "done" and self._valid is not None:
@@ -198,20 +206,17 @@ class Trainer:
         started, compiling = time.perf_counter(), getattr(self._step, "compile_seconds", 0.0)
         device = self.built.device
         batches = [batch.to(device) for batch in self.reader.batches(self.update)]
-        counts = torch.tensor([[b.num_targets, b.num_tokens] for b in batches], dtype=torch.float64).sum(0)
-        num_targets, num_tokens = (int(x) for x in self._replicas.total(counts))
+        counts = torch.tensor([[b.num_targets, b.num_tokens] for b in batches], dtype=torch.int64, device=device).sum(0)
+        num_targets, num_tokens = (int(x) for x in self._ranks.total(counts))
         factor = schedule_factor(self.update, self.total, self.config.schedule)
         norm = 0.0
         if num_targets:
             loss_scale = self.scaler.scale if self.scaler else 1.0
             scale = torch.tensor(loss_scale / num_targets, dtype=torch.float32, device=device)
-            total = torch.zeros((), dtype=torch.float64)
-            for i, batch in enumerate(batches):
-                if not batch.num_targets and self._replicas.count == 1:
-                    continue  # the last update of an epoch may not fill all micro-batches
-                total += self._step.gradients(batch, scale, self._seed_of(i)).double().cpu()
-            self.loss = float(self._replicas.total(total)) / num_targets
-            self._replicas.sum_gradients(self.weights.gradients())
+            seeds = [self._seed_of(i) for i in range(len(batches))]
+            total = self._step.gradients(batches, scale, seeds)
+            self.loss = float(self._ranks.total(total)) / num_targets
+            self._ranks.sum_gradients(list(self.weights.gradients().values()))
             norm = self._clip(loss_scale)
             skipped = not math.isfinite(norm)
             if not math.isfinite(self.loss) or (skipped and self.scaler is None):
@@ -254,18 +259,17 @@ class Trainer:
 
     def _seed_of(self, micro_batch: int) -> int:
         """A seed for dropout that no other micro-batch of the run has."""
-        key = (self.config.seed, self.update, micro_batch, self._replicas.index)
+        key = (self.config.seed, self.update, micro_batch, self._ranks.index)
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
     def _clip(self, loss_scale: float) -> float:
         """Take the loss scale out of the gradients and clip them; returns their global norm before clipping."""
         gradients = self.weights.gradients()
-        norms = torch._foreach_norm(gradients, 2)
-        norm = float(torch.linalg.vector_norm(torch.stack([n.double() for n in norms]))) / loss_scale
+        norm = self._ranks.norm(gradients) / loss_scale
         limit = self.config.optimizer.clip_norm
         factor = (min(1.0, limit / (norm + 1e-6)) if limit and math.isfinite(norm) else 1.0) / loss_scale
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(list(gradients.values()), factor)
         return norm
 
     @torch.no_grad()
@@ -316,15 +320,17 @@ class Trainer:
 
     def evaluate(self, source: Source, max_rows: int = 0) -> tuple[float, int]:
         """Mean loss in nats per target over the first `max_rows` rows (0: all), and how many targets that were."""
-        order = source.order(0, 0)
-        order = np.sort(order)[: max_rows or None]
-        total, num_targets = 0.0, 0
-        for start in range(0, len(order), self.config.micro_batch):
-            batch = source.batch(order[start : start + self.config.micro_batch], self.config.micro_batch)
-            if batch.num_targets:
-                total += float(self._step.loss(batch.to(self.built.device)))
-                num_targets += batch.num_targets
-        return total / num_targets if num_targets else math.nan, num_targets
+        order = np.sort(source.order(0, 0))[: max_rows or None]
+        ranks, rows = self._ranks, self.config.micro_batch
+        sums = torch.zeros(2, dtype=torch.float64, device=self.built.device)  # loss, targets
+        for start in range(0, len(order), rows * ranks.count):
+            mine = order[start : start + rows * ranks.count][ranks.index :: ranks.count]
+            batch = source.batch(mine, rows)
+            if batch.num_targets or ranks.count > 1:  # replicas may have to meet for each batch
+                loss = self._step.loss(batch.to(self.built.device))
+                sums += torch.stack((loss.double(), sums.new_tensor(batch.num_targets)))
+        total, num_targets = ranks.total(sums).tolist()
+        return total / num_targets if num_targets else math.nan, int(num_targets)
 
     # ---- saving and going on ---------------------------------------------------------------------------------------
 
@@ -336,9 +342,9 @@ class Trainer:
         """
         self._finish_saving()
         started = time.perf_counter()
-        weights = self.weights.values()
-        tensors = {f"optimizer/{name}": value for name, value in self.updater.state().items()}
-        tensors |= {f"average/{name}": value for name, value in self._average.items()}
+        weights = self._ranks.whole(self.weights.values())
+        tensors = {f"optimizer/{name}": value for name, value in self._ranks.whole(self.updater.state()).items()}
+        tensors |= {f"average/{name}": value for name, value in self._ranks.whole(self._average).items()}
         state = {
             "update": self.update,
             "loss": str(self.loss),
@@ -349,7 +355,7 @@ class Trainer:
             "scaler": self.scaler.state() if self.scaler else None,
             "data": self._digest,
             "base": self._base,
-            "replicas": self._replicas.count,
+            "rows_per_update": self.config.rows_per_update(self._ranks.count),
             "config": asdict(self.config),
             "torch": torch.__version__,
         }
@@ -367,20 +373,38 @@ class Trainer:
             saved = self.checkpoints.save(update, write_weights, tensors, state, best)
             return {"update": update, "folder": str(saved.folder), "seconds": time.perf_counter() - started}
 
-        if self.config.async_save:
+        if self.config.async_save and self._ranks.is_first:
             self._writing = self._writer.submit(write)
-        else:
-            self._observe(Event("train.save", write()))
+        elif not self.config.async_save:
+            self._observe(Event("train.save", self._ranks.first(write)))
 
     def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if one is; its failure is raised here."""
-        if self._writing is not None:
+        """Wait for the checkpoint that is being written, if one is; its failure is raised here, on all ranks."""
+
+        def wait_for_it() -> dict[str, Any] | None:
+            writing, self._writing = self._writing, None
+            return None if writing is None else writing.result()
+
+        if (saved := self._ranks.first(wait_for_it)) is not None:
+            self._observe(Event("train.save", saved))
+
+    def _signal(self, should_stop: Callable[[], bool]) -> int:
+        """What the other ranks must know after an update. A checkpoint that has been written is noted here."""
+        if self._writing is not None and self._writing.done():
+            if self._writing.exception() is not None:
+                return _CANNOT_WRITE
             writing, self._writing = self._writing, None
             self._observe(Event("train.save", writing.result()))
+        return _INTERRUPTED if should_stop() else _GO_ON
+
+    def _write_config(self) -> None:
+        with written(self.out / "config.yaml"):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.out / "config.yaml", as_yaml(self.config).encode())
 
     def _full(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the model by Hugging Face's names, the trained ones in full precision; shared ones once."""
-        return {name: values.get(name, parameter.data) for name, parameter in self.built.model.named_parameters()}
+        return {name: parameter.data for name, parameter in self.built.model.named_parameters()} | values
 
     def resume(self, saved: Saved) -> None:
         """Go on from a checkpoint.
@@ -394,10 +418,12 @@ class Trainer:
             stored = read_adapter(saved.folder / "adapter")
         else:
             stored = dict(read_weights(saved.folder / "model"))
-        self.weights.set(stored)
+        own, mine = self._ranks.own, self.weights.values()
+        self.weights.set({name: own(name, stored[name]) for name in mine})
         tensors = saved.tensors()
-        self.updater.load(_below("optimizer/", tensors))
-        self._average = {n: t.to(self.built.device) for n, t in _below("average/", tensors).items()}
+        moments = _below("optimizer/", tensors)
+        self.updater.load({path: own(path, moments[path]) for path in moments if path.partition("/")[2] in mine})
+        self._average = {n: own(n, tensors[f"average/{n}"]).to(self.built.device) for n in self._average}
         self.update = state["update"]
         self.loss = float(state["loss"])
         self.best_loss, self.best_update, self._worse = state["best_loss"], state["best_update"], state["worse"]
@@ -409,15 +435,17 @@ class Trainer:
         mine = flatten(asdict(self.config))
         theirs = flatten(state["config"])
         differing = [n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n)]
-        changed = [name for name in differing if name.partition(".")[0] not in FREE_TO_CHANGE]
+        rows = self.config.rows_per_update(self._ranks.count)
+        free = FREE_TO_CHANGE | (DIVISION if rows == state["rows_per_update"] else set())
+        changed = [name for name in differing if name.partition(".")[0] not in free]
         longer = {"steps", "epochs"}
         refused = [name for name in changed if name not in longer and not name.startswith("data.valid")]
         if state["data"] != self._digest:
             refused.append("the training data")
         if state.get("base", "") != self._base:
             refused.append(f"the weights under the adapters, in {self.built.directory}")
-        if state["replicas"] != self._replicas.count:
-            refused.append("the number of replicas")
+        if rows != state["rows_per_update"]:
+            refused.append(f"the rows of an update (were {state['rows_per_update']}, are {rows})")
         if refused:
             shown = ", ".join(f"{n} (was {theirs.get(n)!r}, is {mine.get(n)!r})" if n in mine else n for n in refused)
             raise ConfigError(
@@ -433,7 +461,10 @@ class Trainer:
     def _write_result(self) -> Path:
         """The finished model, or adapter, in the dtype of the checkpoint that it came from; in fp32 where its weights
         were trained for packing, because packing must see the very same ones."""
-        values = self._average or self.weights.values()
+        values = self._ranks.whole(self._average or self.weights.values())
+        return self._ranks.first(lambda: self._write_model(values))
+
+    def _write_model(self, values: dict[str, Tensor]) -> Path:
         if self.config.result == "best" and self.best_update is not None and self.best_update != self.update:
             saved = next(saved for saved in self.checkpoints.all() if saved.update == self.best_update)
             average = _below("average/", saved.tensors())
@@ -456,25 +487,30 @@ class Trainer:
     def description(self) -> dict[str, Any]:
         """What the run is, as plain data."""
         source = self.reader.source
-        num_trained = sum(one.parameter.numel() for one in self.weights)
+        num_elements = self._ranks.num_elements
         return {
             "config": asdict(self.config),
             "update": self.update,
             "total": self.total,
             "updates_per_epoch": self.reader.updates_per_epoch,
             "rows": len(source),
-            "rows_per_update": self.config.rows_per_update(self._replicas.count),
-            "gradient_accumulation": self.config.accumulation(self._replicas.count),
+            "rows_per_update": self.config.rows_per_update(self._ranks.count),
+            "gradient_accumulation": self.config.accumulation(self._ranks.count),
             "num_targets": source.num_targets,
             "num_without_target": source.num_without_target,
             "num_cut": source.num_cut,
-            "num_parameters": sum(parameter.numel() for parameter in self.built.model.parameters()),
-            "num_trained": num_trained,
+            "num_parameters": num_elements(dict(self.built.model.named_parameters())),
+            "num_trained": num_elements({one.name: one.parameter for one in self.weights}),
         }
 
 
-def prepare(config: TrainConfig, observe: Observer = ignore) -> Built:
+def prepare(
+    config: TrainConfig, observe: Observer = ignore, *, plan: Plan | None = None, mesh: DeviceMesh | None = None
+) -> Built:
     """The model of a run on its device, in the precision that training starts from.
+
+    Args:
+        plan, mesh: who holds what, and the ranks; this one gets its part of the model.
 
     Raises:
         CheckpointError, TokenizerError, ConfigError, MachineError: as `build`.  ConfigError: the model is packed.
@@ -482,7 +518,10 @@ def prepare(config: TrainConfig, observe: Observer = ignore) -> Built:
     full = config.masters and not config.lora.rank
     dtype = "float32" if full else str(DTYPES[config.precision]).removeprefix("torch.")
     run = RunConfig(model=config.model, dtype=dtype, device=config.device, offline=config.offline)
-    built = build_fresh(run, config.seed) if config.scratch else build(run, observe)
+    if config.scratch:
+        built = build_fresh(run, config.seed, mesh=mesh, plan=plan)
+    else:
+        built = build(run, observe, mesh=mesh, plan=plan)
     if is_packed(built.model):
         raise ConfigError(
             asked=f"train {config.model}",

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bluejay.parallel import own_values
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,6 +29,11 @@ class Trained:
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
         self.name, self.parameter, self.kept = name, parameter, keep
         self._sum: Tensor | None = None
+        if (
+            own_values(parameter) is not parameter
+        ):  # a master already, and a copy; it is gathered in the dtype that is computed in
+            self.master = parameter
+            return
         # Always a copy: loaded weights may be mapped from their file, and are written to from now on.
         if dtype == torch.float32:
             parameter.data = parameter.data.to(dtype, copy=True)
@@ -86,9 +93,10 @@ class Weights:
     def __iter__(self) -> Iterator[Trained]:
         return iter(self.trained)
 
-    def gradients(self) -> list[Tensor]:
-        """The fp32 gradients of the parameters that have one."""
-        return [one.gradient for one in self.trained if one.gradient is not None]
+    def gradients(self) -> dict[str, Tensor]:
+        """The fp32 gradients of the parameters that have one, by name; of what is shared out, this process's part."""
+        found = {one.name: one.gradient for one in self.trained if one.gradient is not None}
+        return {name: own_values(gradient) for name, gradient in found.items()}
 
     def forget_gradients(self) -> None:
         for one in self.trained:

@@ -1,11 +1,11 @@
-"""The work on one micro-batch: loss and gradients, compiled or eager. What the loop is built around."""
+"""The work on micro-batches: loss and gradients, compiled or eager. What the loop is built around."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,37 @@ from bluejay.events import Event, Observer, ignore
 from bluejay.train.attention import attend_in_tiles
 from bluejay.train.loss import linear_cross_entropy
 from bluejay.train.packing import Batch
+from bluejay.train.precision import DTYPES
+
+T = TypeVar("T")
 
 
 class Step(Protocol):
     """What the loop asks of a model, however it is spread out."""
 
-    def gradients(self, batch: Batch, scale: Tensor, seed: int) -> Tensor:
-        """Add the gradients of `scale` times the batch's loss; returns the sum of the loss over its targets."""
+    def gradients(self, batches: Sequence[Batch], scale: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Add the gradients of `scale` times the loss of an update's micro-batches; returns the sum of the loss over
+        all their targets.
+
+        Args:
+            seeds: of each micro-batch's dropout, so that nothing random needs to be kept in a checkpoint.
+        """
 
     def loss(self, batch: Batch) -> Tensor:
         """The sum of the loss over the batch's targets, without dropout and smoothing."""
 
 
-class Replicas(Protocol):
-    """The other copies of the model, each with its own rows of the global batch."""
+class Ranks(Protocol):
+    """The processes that train one model together. Each calls every method, all of them in the same order.
+
+    Attributes:
+        count, index: replicas of the model, and which of them this process belongs to: each has its own rows.
+        is_first: this process writes.
+    """
 
     count: int
     index: int
+    is_first: bool
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all replicas."""
@@ -42,17 +56,54 @@ class Replicas(Protocol):
     def sum_gradients(self, gradients: list[Tensor]) -> None:
         """Replace each replica's gradients by their sum, in place."""
 
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of the whole model's gradient."""
+
+    def num_elements(self, parameters: Mapping[str, Tensor]) -> int:
+        """Elements of these parameters in the whole model."""
+
+    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every process's tensors, by parameter, put together on the first; the others get nothing."""
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This process's part of a whole tensor that belongs to parameter `name`."""
+
+    def highest(self, value: int) -> int:
+        """The largest of all processes' values."""
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Let the first process do it; all get what it returns, or raise what it raised."""
+
 
 class Alone:
-    """One copy of the model."""
+    """One process with a whole model."""
 
-    count, index = 1, 0
+    count, index, is_first = 1, 0, True
 
     def total(self, values: Tensor) -> Tensor:
         return values
 
     def sum_gradients(self, gradients: list[Tensor]) -> None:
         """Nothing to add."""
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        norms = torch._foreach_norm(list(gradients.values()), 2)
+        return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+
+    def num_elements(self, parameters: Mapping[str, Tensor]) -> int:
+        return sum(parameter.numel() for parameter in parameters.values())
+
+    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(parts)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def highest(self, value: int) -> int:
+        return value
+
+    def first(self, work: Callable[[], T]) -> T:
+        return work()
 
 
 class LocalStep:
@@ -66,18 +117,26 @@ class LocalStep:
         self.compile_seconds = 0.0
         self._model, self._config, self._observe = built.model, config, observe
         self._shapes: set[Any] = set()
-        self._compute_dtype = dtype_of_blocks(built.model)
+        self._compute_dtype = DTYPES[config.precision]
         self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self._in_tiles = built.device.type == "cpu" and self._compute_dtype == torch.bfloat16
         if config.compile != "eager":
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # one for each shape
             self._compiled = torch.compile(self._forward, dynamic=False)
 
-    def gradients(self, batch: Batch, scale: Tensor, seed: int) -> Tensor:
-        # Dropout is a function of the seed, so that nothing random needs to be kept in a checkpoint.
-        torch.manual_seed(seed)
+    def gradients(self, batches: Sequence[Batch], scale: Tensor, seeds: Sequence[int]) -> Tensor:
         self._model.train()
+        total = torch.zeros((), dtype=torch.float64, device=scale.device)
+        has_targets = any(batch.num_targets for batch in batches)
+        for batch, seed in zip(batches, seeds, strict=True):
+            # The last update of an epoch may not fill all micro-batches. Where all are empty gradients are still made:
+            # other replicas have some to add.
+            if batch.num_targets or not has_targets:
+                torch.manual_seed(seed)
+                total += self._gradients(batch, scale).double()
+        return total
 
+    def _gradients(self, batch: Batch, scale: Tensor) -> Tensor:
         def run(forward: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
             scaled, total = forward(batch.inputs, batch.targets, batch.segments, scale, self._config.label_smoothing)
             scaled.backward()
@@ -158,12 +217,6 @@ def head_weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     effective = getattr(head, "effective_weight", None)
     weight = effective() if effective is not None else head.weight
     return weight, head.bias  # type: ignore[return-value]
-
-
-def dtype_of_blocks(model: Any) -> torch.dtype:
-    """What the blocks compute in: the embedding may be kept in another dtype."""
-    dtype: torch.dtype = model.transformer.ln_f.weight.dtype
-    return dtype
 
 
 def _is_missing_compiler(error: BaseException | None) -> bool:

@@ -1,0 +1,338 @@
+"""What each rank of tests/parity/test_train_parallel.py does: one world of four trains under every layout.
+
+python train_ranks.py RANK PORT FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bluejay.build import Built, Programs
+from bluejay.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from bluejay.errors import BluejayError
+from bluejay.events import Event
+from bluejay.models import GPTJ
+from bluejay.parallel import Rank, apply, as_one, build_mesh, join, leave
+from bluejay.train import Rows, Samples, Trainer, TrainingError, plan_of, ranks_of, step_of
+
+WORLD = 4
+MODEL = ModelConfig(vocab_size=65, n_positions=32, n_embd=32, n_layer=4, n_head=4, rotary_dim=4, dtype="float32")
+# Twelve rows an update: in six micro-batches on one replica, in three on each of two. Gradients are clipped every time.
+BASE = TrainConfig(
+    steps=8,
+    micro_batch=2,
+    global_batch=12,
+    seed=5,
+    precision="fp32",
+    compile="eager",
+    data=DataConfig(valid="given", length=24),
+    eval_every=4,
+    optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.1, clip_norm=0.5),
+    schedule=ScheduleConfig("linear", warmup=3),
+)
+PIPELINE = Layout(stages=2, micro_batches=2)
+LAYOUTS = {
+    "pipeline 2": PIPELINE,
+    "tensor 2": Layout(tensor=2),
+    "data 2": Layout(replicas=2),
+    "data 2 sharded": Layout(replicas=2, shard=True),
+    "pipeline 2 x tensor 2": Layout(stages=2, tensor=2, micro_batches=3),
+}
+OTHERS = {
+    "pipeline 2, interleaved": Layout(stages=2, schedule="interleaved", chunks=2, micro_batches=6),
+    "pipeline 3": Layout(layers_per_device=(1, 2, 1), micro_batches=3, schedule="gpipe"),
+    "pipeline 2 x data 2": Layout(stages=2, replicas=2, micro_batches=3),
+    "tensor 2 x data 2 sharded": Layout(tensor=2, replicas=2, shard=True),
+}
+
+
+def samples_of(num: int, seed: int) -> Samples:
+    """Samples of unequal lengths."""
+    rng = np.random.default_rng(seed)
+    return Samples.of([(rng.integers(1, 64, rng.integers(3, 26)).tolist(), 0) for _ in range(num)], 65)
+
+
+TRAIN, VALID = Rows(samples_of(40, 0), 24), Rows(samples_of(11, 1), 24)
+
+
+def noisy_model(config: ModelConfig) -> GPTJ:
+    """Matrices from N(0, 0.3), noise on everything of one dim."""
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
+    model = GPTJ(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    return model.requires_grad_(False)
+
+
+@dataclass
+class Run:
+    """A trainer and what it told."""
+
+    trainer: Trainer
+    events: list[Event] = field(default_factory=list)
+
+    def curve(self, name: str = "loss", event: str = "train.update") -> list[float]:
+        return [e.fields[name] for e in self.events if e.name == event]
+
+
+FOLDER = Path()
+MESHES: dict[Layout, Any] = {}
+
+
+def trainer_over(config: TrainConfig, name: str, model: ModelConfig = MODEL, mesh: Any = None) -> Run:
+    """A trainer over this rank's part of the noisy model; `name` is its folder, the same on all ranks."""
+    config = replace(config, out=str(FOLDER / name))
+    made = plan_of(config, model)
+    pieces = apply(noisy_model(model), made, mesh) if mesh is not None else [noisy_model(model)]
+    run, tokenizer = RunConfig(model="tiny"), None
+    context = model.n_positions
+    built = Built(
+        run,
+        as_one(pieces),
+        tokenizer,  # type: ignore[arg-type]
+        Programs(run),
+        torch.device("cpu"),
+        torch.float32,
+        context,
+        (),
+        True,
+        FOLDER / "tokenizer",
+        None,
+        tuple(pieces),
+    )
+    events: list[Event] = []
+    ranks, step = ranks_of(made, mesh), step_of(made, mesh)
+    return Run(Trainer(built, config, TRAIN, VALID, events.append, ranks=ranks, step=step), events)
+
+
+@cache
+def alone(config: TrainConfig, model: ModelConfig = MODEL) -> tuple[Run, dict[str, Tensor]]:
+    """The run of one process, and its weights at the end."""
+    run = trainer_over(replace(config, parallel=Layout()), f"alone-{dist.get_rank()}-{hash((config, model))}", model)
+    run.trainer.run()
+    return run, run.trainer.weights.values()
+
+
+def in_mesh(layout: Layout) -> Any:
+    """The mesh of a layout, or None on a rank that is not in it. All ranks call this."""
+    if layout not in MESHES:
+        MESHES[layout] = build_mesh(layout)
+    return MESHES[layout] if dist.get_rank() < layout.num_devices else None
+
+
+def same_curve(found: Run, wanted: Run, relative: float) -> None:
+    for name, event in (("loss", "train.update"), ("gradient_norm", "train.update"), ("loss", "train.eval")):
+        ours, theirs = found.curve(name, event), wanted.curve(name, event)
+        assert ours == pytest.approx(theirs, rel=relative), f"{name} of {event}: {ours}, one process {theirs}"
+
+
+def same_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
+    """Only the first rank has whole ones."""
+    if dist.get_rank() > 0:
+        return
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        error = float((found[name] - weight).norm() / weight.norm())
+        assert error <= relative, f"{name}: relative difference {error:.3g}"
+
+
+def curve_check(layout: Layout, relative: float = 1e-4, model: ModelConfig = MODEL, **changes: Any) -> None:
+    """Eight updates and two evaluations are those of one process."""
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    config = replace(BASE, **changes)
+    wanted, weights = alone(config, model)
+    run = trainer_over(replace(config, parallel=layout), f"curve-{layout}-{hash(config)}", model, mesh)
+    result = run.trainer.run()
+    found = run.trainer._ranks.whole(run.trainer.weights.values())
+    # No collective below: a rank that finds a difference must not leave the others waiting.
+    assert result.num_tokens == wanted.trainer._num_tokens
+    assert min(wanted.curve("gradient_norm")) > config.optimizer.clip_norm, "nothing is clipped"
+    assert [e.fields["num_targets"] for e in run.events if e.name == "train.eval"] == [VALID.num_targets] * 2
+    start = run.events[0].fields
+    assert start["num_parameters"] == wanted.events[0].fields["num_parameters"]
+    same_curve(run, wanted, relative)
+    same_weights(found, weights, 10 * relative)
+
+
+def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: Any) -> None:
+    """Five updates under one layout, a stop, the rest under another: one process's eight, or straight ones' bits."""
+    meshes = in_mesh(first), in_mesh(then)
+    if meshes[0] is None or meshes[1] is None:
+        return
+    config = replace(BASE, ema=0.9, **changes)
+    name = f"resume-{first}-{then}-{bitwise}"
+    one = trainer_over(replace(config, parallel=first), name, mesh=meshes[0])
+    stopped = one.trainer.run(lambda: dist.get_rank() == 1 and one.trainer.update == 5)  # noticed on one rank only
+    two = trainer_over(replace(config, parallel=then), name, mesh=meshes[1])
+    saved = two.trainer.checkpoints.last()
+    assert saved is not None
+    two.trainer.resume(saved)
+    two.trainer.run()
+    ranks = two.trainer._ranks
+    found, average = ranks.whole(two.trainer.weights.values()), ranks.whole(two.trainer._average)
+    if bitwise:
+        straight = trainer_over(replace(config, parallel=first), f"{name}-straight", mesh=meshes[0])
+        straight.trainer.run()
+        theirs = straight.trainer._ranks
+        wanted = theirs.whole(straight.trainer.weights.values()), theirs.whole(straight.trainer._average)
+        assert one.curve() + two.curve() == straight.curve()
+        assert all(torch.equal(found[name], wanted[0][name]) for name in wanted[0])
+        assert all(torch.equal(average[name], wanted[1][name]) for name in wanted[1])
+        return
+    whole, weights = alone(config)
+    assert stopped.stopped == "interrupted"
+    assert one.curve() + two.curve() == pytest.approx(whole.curve(), rel=1e-4)
+    same_weights(found, weights, 1e-3)
+    same_weights(average, whole.trainer._average, 1e-3)
+
+
+def overflow_check(layout: Layout) -> None:
+    """fp16: what one process skips, all ranks skip, and the curve goes on as one process's."""
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    config = replace(BASE, precision="fp16", loss_scale=2.0**40)
+    wanted, _ = alone(config)
+    run = trainer_over(replace(config, parallel=layout), f"overflow-{layout}", mesh=mesh)
+    run.trainer.run()
+    scales, theirs = run.curve("loss_scale"), wanted.curve("loss_scale")
+    skipped = run.curve("num_skipped")
+    agreed: list[Any] = [None] * layout.num_devices
+    dist.all_gather_object(agreed, (scales, skipped), group=GROUPS[layout.num_devices])
+    assert all(one == agreed[0] for one in agreed)
+    assert skipped[-1] > 0
+    assert scales == theirs
+    assert run.curve() == pytest.approx(wanted.curve(), rel=0.01)
+
+
+def nan_check(layout: Layout) -> None:
+    """B-39: numbers that are none end the run on all ranks, in the same update, with the last good checkpoint named."""
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    optimizer = replace(BASE.optimizer, learning_rate=1e30, clip_norm=0.0)
+    config = replace(BASE, parallel=layout, optimizer=optimizer, save_every=1, eval_every=0)
+    run = trainer_over(config, f"nan-{layout}", mesh=mesh)
+    with pytest.raises(TrainingError, match=r"update-0000000\d") as caught:
+        run.trainer.run()
+    told: list[Any] = [None] * layout.num_devices
+    dist.all_gather_object(told, caught.value.found, group=GROUPS[layout.num_devices])
+    assert all("loss of" in text and text == told[0] for text in told), told
+
+
+def disk_check(layout: Layout, in_background: bool) -> None:
+    """A checkpoint that the first rank cannot write ends the run on all ranks with its cause."""
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    config = replace(BASE, parallel=layout, save_every=2, async_save=in_background)
+    run = trainer_over(config, f"disk-{layout}-{in_background}", mesh=mesh)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.trainer.checkpoints.save = _failing(run.trainer.checkpoints.save, full)  # type: ignore[method-assign]
+    with pytest.raises(TrainingError, match="No space left"):
+        run.trainer.run()
+    assert math.isfinite(run.trainer.loss)
+
+
+def _failing(save: Callable[..., Any], full: Callable[..., None]) -> Callable[..., Any]:
+    return lambda update, write, *rest: save(update, full if update == 4 else write, *rest)
+
+
+def refused_check() -> None:
+    """Catches adapters, packing, Muon and half a master over parts of matrices, which would train something else."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"qat": "int4-g64", "parallel": Layout(tensor=2)}, "qat=int4-g64 over"),
+        ({"optimizer": OptimizerConfig("muon"), "parallel": Layout(tensor=2)}, "optimizer.name=muon over"),
+        ({"optimizer": OptimizerConfig("muon"), "parallel": Layout(replicas=2, shard=True)}, "muon over"),
+        ({"precision": "bf16", "masters": False, "parallel": Layout(replicas=2, shard=True)}, "masters=false"),
+    ]
+    for changes, word in wrong:
+        with pytest.raises(BluejayError, match=word):
+            replace(BASE, **changes)
+
+
+def everything() -> list[tuple[str, Callable[[], None]]]:
+    """Every check by name, in the order in which all ranks do them."""
+    every: list[tuple[str, Callable[[], None]]] = []
+    for name, layout in {**LAYOUTS, **OTHERS}.items():
+        every.append((f"curve, {name}", partial(curve_check, layout)))
+    smoothed = {"label_smoothing": 0.1, "recompute": True}
+    for name in ("tensor 2", "pipeline 2"):
+        every.append((f"smoothed, {name}", partial(curve_check, LAYOUTS[name], **smoothed)))
+    for name in ("tensor 2", "data 2 sharded"):
+        tied = partial(curve_check, LAYOUTS[name], model=replace(MODEL, tie_word_embeddings=True))
+        every.append((f"tied, {name}", tied))
+    muon = {"optimizer": OptimizerConfig("muon", 1e-3, clip_norm=0.5)}
+    every.append(("muon, pipeline 2", partial(curve_check, PIPELINE, **muon)))
+    for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
+        every.append((f"bf16, {name}", partial(curve_check, LAYOUTS[name], 0.02, precision="bf16")))
+    every.append(("resumed, tensor 2 to pipeline 2", partial(resume_check, LAYOUTS["tensor 2"], PIPELINE)))
+    sharded = LAYOUTS["data 2 sharded"]
+    every.append(("resumed, pipeline 2 to data 2 sharded", partial(resume_check, PIPELINE, sharded, async_save=True)))
+    every.append(("resumed, data 2 sharded to tensor 2", partial(resume_check, sharded, LAYOUTS["tensor 2"])))
+    for name in ("pipeline 2", "data 2 sharded", "data 2"):
+        again = partial(resume_check, LAYOUTS[name], LAYOUTS[name], bitwise=True, dropout=0.1)
+        every.append((f"bitwise, {name}", again))
+    for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
+        every.append((f"overflow, {name}", partial(overflow_check, LAYOUTS[name])))
+    for name in ("pipeline 2 x tensor 2", "data 2 sharded"):
+        every.append((f"nan, {name}", partial(nan_check, LAYOUTS[name])))
+    for in_background in (False, True):
+        every.append((f"full disk, {in_background}", partial(disk_check, PIPELINE, in_background)))
+    every.append(("refused", refused_check))
+    return every
+
+
+GROUPS: dict[int, Any] = {}
+
+
+def run_all(folder: Path) -> None:
+    """Do every check; `rankN.json` holds each one's name and error, "" where it held."""
+    global FOLDER
+    FOLDER = folder
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")  # only copied
+    dist.barrier()
+    for size in range(1, WORLD + 1):
+        GROUPS[size] = dist.new_group(list(range(size)))
+    failures: dict[str, str] = {}
+    for name, work in everything():
+        if len(sys.argv) > 4 and sys.argv[4] not in name:
+            continue
+        try:
+            work()
+            failures[name] = ""
+        except (AssertionError, pytest.fail.Exception):
+            failures[name] = traceback.format_exc()
+        except Exception:
+            failures[name] = traceback.format_exc()
+            break  # the ranks no longer agree on what comes next
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    join(Rank(int(sys.argv[1]), WORLD, "127.0.0.1", int(sys.argv[2])), timeout_seconds=60)
+    run_all(Path(sys.argv[3]))
+    leave()
