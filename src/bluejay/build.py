@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from bluejay.quant import QuantizedLinear, QuantizedSource, fake_quantize_model,
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from bluejay.parallel import Plan
+    from bluejay.parallel import Meeting, Plan
 
 __all__ = [
     "Built",
@@ -51,7 +51,8 @@ class Programs:
         store: where programs are kept; its `compilations` counts those made here.
     """
 
-    def __init__(self, run: RunConfig, observe: Observer = ignore) -> None:
+    def __init__(self, run: RunConfig, observe: Observer = ignore, meeting: Meeting | None = None) -> None:
+        self._meeting = meeting
         self.store = Store(Path(run.cache) if run.cache else default_cache_folder())
         self._run = run
         self._observe = observe
@@ -60,11 +61,16 @@ class Programs:
     def ensure(self, jobs: Sequence[tuple[nn.Module, tuple[Tensor, ...], str]], built: Built) -> None:
         """See to it that the store has the programs of all (step, examples, label), several compiled at once.
 
+        Ranks that need the same ones begin with different ones: who comes to one that another is making waits for it.
+
         Raises:
             MachineError: as `program`.
         """
         device = str(built.device)
-        wanted = [Job(step, examples, label, device) for step, examples, label in jobs]
+        wanted = [Job(step, examples, self._label(label), device) for step, examples, label in jobs]
+        if self._meeting is not None:
+            index, count = self._meeting.index, self._meeting.count
+            wanted = [job for first in range(count) for job in wanted[(index + first) % count :: count]]
         try:
             compile_all(wanted, self._run.compile, self.store, self._observe)
         except MachineError:
@@ -84,7 +90,8 @@ class Programs:
         """
 
         def make(spec: CompileSpec) -> Executable:
-            return compile(step, examples, spec, self.store, self._observe, device=built.device, label=label)
+            told = self._label(label)
+            return compile(step, examples, spec, self.store, self._observe, device=built.device, label=told)
 
         try:
             executable = make(self._run.compile)
@@ -96,7 +103,11 @@ class Programs:
                 self._observe(Event("warning", {"text": text}))
                 self._has_warned = True
             executable = make(replace(self._run.compile, backend="eager"))
-        return executable.bind(step) if built.has_weights else None
+        host = {} if self._meeting is None else self._meeting.host_functions()
+        return executable.bind(step, host) if built.has_weights else None
+
+    def _label(self, label: str) -> str:
+        return label if self._meeting is None else f"{label}, {self._meeting.part}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,8 @@ class Built:
     Attributes:
         context: tokens a row may hold.
         has_weights: false when only programs are wanted and the model is a shape.
-        agree: gives all ranks what one of them has chosen, when several hold the model.
+        meeting: how ranks settle what comes next, when several hold the model.
+        pieces: what `model` is made of, where a plan takes it apart: one for each chunk of this rank's stage.
         warnings: what the checkpoint made us doubt, by name.
         directory: where model and tokenizer came from.
     """
@@ -121,15 +133,24 @@ class Built:
     warnings: tuple[str, ...]
     has_weights: bool = True
     directory: Path | None = None
-    agree: Callable[[Tensor], Tensor] | None = None
+    meeting: Meeting | None = None
+    pieces: tuple[GPTJ, ...] = ()
 
 
-def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True, mesh: DeviceMesh | None = None) -> Built:
+def build(
+    run: RunConfig,
+    observe: Observer = ignore,
+    *,
+    weights: bool = True,
+    mesh: DeviceMesh | None = None,
+    plan: Plan | None = None,
+) -> Built:
     """Read a checkpoint and put its model on the device, in evaluation mode.
 
     Args:
         weights: false reads no weight: enough to make programs.
-        mesh: the ranks of `run.layout`; this one gets its part of the model.
+        mesh: the ranks of the layout; this one gets its part of the model.
+        plan: what each rank holds; by default that of `run.layout`, for generation.
 
     Raises:
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
@@ -148,27 +169,29 @@ def build(run: RunConfig, observe: Observer = ignore, *, weights: bool = True, m
         layers = [name.removesuffix(".codes") for name in origin.tensors if name.endswith(".codes")]
         quantize_model(model, replace(packing, layers=tuple(layers)))
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
-    made = None if mesh is None else _plan(run, config, dtype, packing, context)
+    made = plan if plan is not None or mesh is None else _plan(run, config, dtype, packing, context)
     if weights:  # what is taken apart stays mapped until then, so that each rank holds its own part only
         read = dtype if mesh is None else checkpoint.dtype
         load_weights(model, origin, dtype=read, strict=run.strict, verify=run.verify, observe=observe)
-    agree = None
+    meeting, pieces = None, tuple[GPTJ, ...]()
     if mesh is not None and made is not None:
-        from bluejay.parallel import agreement, apply  # half a second that one device does not need
+        from bluejay.parallel import Meeting, apply, as_one  # half a second that one device does not need
 
-        model = apply(model, made, mesh)[0].to(dtype)
-        agree = agreement(mesh)
+        pieces = tuple(piece.to(dtype) for piece in apply(model, made, mesh))
+        model = as_one(pieces)
+        meeting = Meeting(mesh)
     warnings = list(checkpoint.warnings)
     if device.type == "cpu" and dtype == torch.float16:
         warnings.append("float16 is slow on most CPUs; bfloat16 computes the same model faster (--dtype bfloat16)")
     for warning in warnings:
         observe(Event("warning", {"text": warning}))
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
-    programs = Programs(run, observe)
+    programs = Programs(run, observe, meeting)
     if packing and device.type == "cpu" and run.compile.backend != "eager":  # eager promises to need no compiler
         ensure_kernels(programs.store, observe, cxx=run.compile.cxx)
+    where = checkpoint.directory
     return Built(
-        run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, checkpoint.directory, agree
+        run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, where, meeting, pieces
     )
 
 
@@ -176,16 +199,16 @@ def _plan(run: RunConfig, config: ModelConfig, dtype: torch.dtype, packing: Quan
     """The plan of a run's layout.
 
     Raises:
-        ConfigError: the layout does not fit the model, or programs were asked for: they hold no collectives.
+        ConfigError: the layout does not fit the model, or the loop is one that ranks cannot run.
     """
     from bluejay.parallel import plan
 
-    if run.compile.backend != "eager":
+    if run.loop == "unrolled" and run.layout.num_devices > 1:
         raise ConfigError(
-            asked=f"a model over {run.layout.num_devices} devices with backend={run.compile.backend!r}",
-            found="programs are compiled for one device",
-            rule="collectives between the parts of a step are not compiled",
-            fix="set backend to eager",
+            asked=f"the unrolled loop over {run.layout.num_devices} devices",
+            found="a whole answer as one program",
+            rule="ranks settle on each token between two programs",
+            fix="use the host or the device loop",
         )
     work = Workload(
         dtype=str(dtype).removeprefix("torch."),
@@ -196,8 +219,10 @@ def _plan(run: RunConfig, config: ModelConfig, dtype: torch.dtype, packing: Quan
     return plan(config, run.layout, work)
 
 
-def build_fresh(run: RunConfig, seed: int) -> Built:
+def build_fresh(run: RunConfig, seed: int, *, mesh: DeviceMesh | None = None, plan: Plan | None = None) -> Built:
     """A model with fresh fp32 weights drawn from `seed`, of the shape and with the tokenizer in a directory.
+
+    With a plan, every rank draws the whole model and keeps its part.
 
     Raises:
         CheckpointError, TokenizerError: no config.json or no tokenizer there.
@@ -212,9 +237,16 @@ def build_fresh(run: RunConfig, seed: int) -> Built:
     model = model.to_empty(device="cpu")
     model.tie_weights()
     model.init_weights(torch.Generator().manual_seed(seed))
+    pieces: tuple[GPTJ, ...] = ()
+    if mesh is not None and plan is not None:
+        from bluejay.parallel import apply, as_one
+
+        pieces = tuple(apply(model, plan, mesh))
+        model = as_one(pieces)
     model = model.to(device).eval().requires_grad_(False)
     programs = Programs(run)
-    return Built(run, model, tokenizer, programs, device, torch.float32, config.n_positions, (), True, directory)
+    window = config.n_positions
+    return Built(run, model, tokenizer, programs, device, torch.float32, window, (), True, directory, None, pieces)
 
 
 def save(

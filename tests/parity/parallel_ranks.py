@@ -30,10 +30,10 @@ from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import (
     IGNORED,
+    Meeting,
     PlannedStep,
     Rank,
     Replicas,
-    agreement,
     apply,
     build_mesh,
     collect,
@@ -181,6 +181,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 GROUPS: dict[int, dist.ProcessGroup] = {}
+PROGRAMS = Path("programs")  # of this world; below, in the folder of its reports
 
 
 def int4_check(layout: Layout) -> None:
@@ -283,12 +284,13 @@ class BytesTokenizer:
         return bytes([token + 32])
 
 
-def engine_over(model: GPTJ, agree: Callable[[Tensor], Tensor] | None = None) -> Engine:
-    run = RunConfig(model="tiny", max_rows=4, prefill_buckets=(4, 8), compile=CompileSpec(backend="eager"))
+def engine_over(model: GPTJ, meeting: Meeting | None = None, **settings: Any) -> Engine:
+    """An engine of four rows, eager unless `settings` say otherwise."""
+    usual = {"max_rows": 4, "prefill_buckets": (4, 8), "compile": CompileSpec(backend="eager")}
+    run = RunConfig("tiny", **{**usual, **settings})
     tokenizer: Any = BytesTokenizer()
-    return Engine(
-        Built(run, model, tokenizer, Programs(run), torch.device("cpu"), torch.float32, 32, (), True, None, agree)
-    )
+    programs, device = Programs(run, meeting=meeting), torch.device("cpu")
+    return Engine(Built(run, model, tokenizer, programs, device, torch.float32, 32, (), True, None, meeting))
 
 
 GENERATED = [
@@ -333,7 +335,7 @@ def generate_check(layout: Layout, quantized: bool = False) -> None:
         quantize_model(whole, QuantSpec(group_size=16))
         quantize_model(mine, QuantSpec(group_size=16))
     made = plan(config, layout, Workload(dtype="float32", rows=4, quantize="int4-g16" if quantized else ""))
-    alone, spread = engine_over(whole), engine_over(apply(mine, made, mesh)[0], agreement(mesh))
+    alone, spread = engine_over(whole), engine_over(apply(mine, made, mesh)[0], Meeting(mesh))
     answers = [(alone.generate(PROMPTS, request), spread.generate(PROMPTS, request)) for request in REQUESTS]
     cache = spread._cache.num_bytes
     planned = made.stages[place_of(mesh)["stage"]].memory.kv_cache
@@ -351,6 +353,45 @@ def generate_check(layout: Layout, quantized: bool = False) -> None:
             for x, y in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
                 assert (x.logprob is None) == (y.logprob is None)
                 assert x.logprob is None or y.logprob is None or abs(x.logprob - y.logprob) < 1e-4
+
+
+def compiled_check() -> None:
+    """Law 2 over ranks: compiled ids are the eager ids of one rank, with each loop, greedy and sampled, in four bits.
+
+    Ranks of equal shape share their programs, each made by one of them, and a second engine compiles nothing.
+    """
+    layout, config = Layout(stages=2, tensor=2), replace(CONFIG, n_embd=64, rotary_dim=8, n_layer=3)
+    mesh = build_mesh(layout)
+    if dist.get_rank() >= layout.num_devices:
+        return
+    whole, mine = noisy_model(config).requires_grad_(False), noisy_model(config).requires_grad_(False)
+    for model in (whole, mine):
+        quantize_model(model, QuantSpec(group_size=16))
+    made = plan(config, layout, Workload(dtype="float32", rows=4, quantize="int4-g16"))
+    piece, meeting = apply(mine, made, mesh)[0], Meeting(mesh)
+    shapes: dict[str, Any] = {"batch_buckets": (4,), "prefill_buckets": (8,)}
+    settings = {**shapes, "compile": CompileSpec(threads=1), "cache": str(PROGRAMS)}
+    alone = engine_over(whole, **shapes)
+    spread = [engine_over(piece, meeting, **settings, loop=loop, iterations=3) for loop in ("host", "device")]
+    # In one batch, because a batch with a row that samples has one program for all.
+    requests = [GenerationConfig(max_new_tokens=8, temperature=heat, seed=7) for heat in (0.0, 1.0, 0.7)]
+
+    def answers(engine: Engine) -> list[tuple[int, ...]]:
+        under_way = [engine.submit(prompt, request) for prompt, request in zip(PROMPTS, requests, strict=True)]
+        while not all(request.finished for request in under_way):
+            engine.step()
+        return [engine.collect(request).ids for request in under_way]
+
+    wanted = answers(alone)
+    for engine in spread:
+        found = answers(engine)
+        assert found == wanted, f"loop {engine.built.run.loop}: {found} and {wanted}"
+    counts: list[Any] = [None] * layout.num_devices
+    mine_made = [engine.figures.compilations for engine in spread]
+    dist.all_gather_object(counts, mine_made, group=GROUPS[layout.num_devices])
+    kinds = layout.num_stages  # the two stages differ, the parts of their layers do not
+    assert sum(first for first, _ in counts) == 2 * kinds, f"programs made by each rank: {counts}"
+    assert all(second == 0 for _, second in counts), f"programs made by each rank: {counts}"
 
 
 def resume_check(first: Layout, then: Layout) -> None:
@@ -411,7 +452,7 @@ def other_prompt_check() -> None:
     if rank >= layout.num_devices:
         return
     made = plan(CONFIG, layout, Workload(dtype="float32"))
-    engine = engine_over(apply(noisy_model(CONFIG), made, mesh)[0], agreement(mesh))
+    engine = engine_over(apply(noisy_model(CONFIG), made, mesh)[0], Meeting(mesh))
     same = engine.submit([1, 2, 3], GenerationConfig(max_new_tokens=4, temperature=1.0))
     seeds: list[Any] = [None] * 2
     dist.all_gather_object(seeds, same.seed, group=GROUPS[2])
@@ -473,6 +514,7 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
         name = f"generation, pipeline {list(layout.layers_per_device) or layout.num_stages} x tensor {layout.tensor}"
         every.append((name, partial(generate_check, layout)))
     every.append(("int4 generation, pipeline 2 x tensor 2", partial(generate_check, GENERATED[-1], True)))
+    every.append(("compiled, int4, pipeline 2 x tensor 2", compiled_check))
     every += [(f"bytes, {name}", partial(bytes_check, *arguments)) for name, arguments in MEASURED.items()]
     for name, layouts in RESUMED.items():
         every.append((f"resumed, {name}", partial(resume_check, *layouts)))
@@ -485,6 +527,8 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
 
 def run_all(folder: Path) -> None:
     """Do every check; `rankN.json` holds each one's name and error, "" where it held."""
+    global PROGRAMS
+    PROGRAMS = folder / "programs"
     for size in range(1, WORLD + 1):
         GROUPS[size] = dist.new_group(list(range(size)))  # type: ignore[assignment]
     failures: dict[str, str] = {}

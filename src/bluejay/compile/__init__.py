@@ -11,6 +11,7 @@ from bluejay.compile.fingerprinting import (
     room_digests,
     source_digests,
 )
+from bluejay.compile.host import HostFunction, HostFunctions, on_host
 from bluejay.compile.signature import Signature, SignatureError, TensorSpec
 from bluejay.compile.store import EntryInfo, Store, StoreError
 from bluejay.compile.workers import Job, compile_all
@@ -22,6 +23,8 @@ __all__ = [
     "Environment",
     "Executable",
     "Fingerprint",
+    "HostFunction",
+    "HostFunctions",
     "ImportReport",
     "Job",
     "Signature",
@@ -35,6 +38,7 @@ __all__ = [
     "export_programs",
     "fingerprint",
     "import_programs",
+    "on_host",
     "room_digests",
     "source_digests",
 ]

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from bluejay.compile import inductor
 from bluejay.compile.executable import Eager, Executable
 from bluejay.compile.fingerprinting import Fingerprint, environment, fingerprint
+from bluejay.compile.host import HostCall
 from bluejay.compile.pristine import pristine
 from bluejay.compile.signature import Signature, TensorSpec, input_names, named_weights
 from bluejay.compile.store import Store, make_entry
@@ -100,7 +102,10 @@ def compile(
             "signature": signature,
             "plan": {
                 "programs": programs,
-                "calls": [[call.program, call.inputs, call.outputs] for call in traced.calls],
+                "calls": [
+                    asdict(call) if isinstance(call, HostCall) else [call.program, call.inputs, call.outputs]
+                    for call in traced.calls
+                ],
                 "returns": traced.returns,
                 "num_values": traced.num_values,
             },
@@ -114,7 +119,7 @@ def compile(
 
     def load(folder: Path, manifest: Mapping[str, Any]) -> inductor.Chain:
         plan = manifest["plan"]
-        return inductor.Chain([inductor.load(folder / p["file"], device) for p in plan["programs"]], plan)
+        return inductor.Chain([inductor.load(folder / p["file"], device) for p in plan["programs"]], plan, device)
 
     if store is not None:
         chain, manifest, built = store.obtain(wanted, build, load, lambda event: tell(event.name, **event.fields))

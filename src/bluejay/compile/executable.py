@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bluejay.compile.host import HostFunctions
 from bluejay.compile.signature import Signature, named_weights
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -19,7 +20,7 @@ Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 class Backend(Protocol):
     """What a back-end gives an executable: a function of the inputs, once the weights are known."""
 
-    def start(self, weights: list[Tensor]) -> Run: ...
+    def start(self, weights: list[Tensor], host: HostFunctions) -> Run: ...
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,16 @@ class Executable:
     was_compiled: bool
     compile_seconds: float
 
-    def bind(self, weights: nn.Module | Mapping[str, Tensor]) -> Bound:
+    def bind(self, weights: nn.Module | Mapping[str, Tensor], host: HostFunctions | None = None) -> Bound:
         """This program with these weights, which are referred to and never copied.
 
+        Args:
+            host: what the program leaves to the host, by name (see `on_host`).
+
         Raises:
-            SignatureError: a weight is absent, or has another shape, dtype, layout or device.
+            SignatureError: a weight is absent, or has another shape, dtype, layout or device; no such host function.
         """
-        return Bound(self.signature, self.backend.start(self.signature.gather_weights(weights)))
+        return Bound(self.signature, self.backend.start(self.signature.gather_weights(weights), host or {}))
 
 
 class Bound:
@@ -89,7 +93,7 @@ class Eager:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def start(self, weights: list[Tensor]) -> Run:
+    def start(self, weights: list[Tensor], host: HostFunctions) -> Run:
         # Copied with a memo that holds every tensor, a module shares them all, here under the bound ones' identity.
         own = named_weights(self._module)
         memo: dict[int, Any] = {}

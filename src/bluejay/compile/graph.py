@@ -6,6 +6,7 @@ Nothing here reads a weight or an input: modules and examples may live on the me
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from bluejay.compile.host import OPERATION, HostCall
 from bluejay.compile.lowering import FewRows
 from bluejay.compile.signature import Signature, TensorSpec, named_weights
 from bluejay.errors import ConfigError
@@ -67,14 +69,14 @@ class Traced:
 
     signature: Signature
     parts: tuple[Part, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[Call | HostCall, ...]
     returns: tuple[int, ...]
     num_values: int
     workspace_bytes: int
 
 
 def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], device: str, blocks: str) -> Traced:
-    """The operations of `module.forward(*examples)`, cut at its layers where `blocks` says so.
+    """The operations of `module.forward(*examples)`, cut at what the host does, and at layers where `blocks` says so.
 
     Raises:
         ConfigError: the module makes a constant tensor with dimensions, or returns something that is no tensor.
@@ -97,11 +99,10 @@ def trace(module: nn.Module, examples: Sequence[Tensor], names: Sequence[str], d
         graph.erase_node(node)  # true at fixed shapes, and written once per tensor: equal layers would look different
     layers = _layers(module)
     table = {node: place for place, node in enumerate([node for _, node in used] + inputs)}
-    cut = _cut(graph, layers)
-    # Between what comes before the layers and what comes after; an unrolled loop passes them once per token.
-    num_layers_run = len(cut) - 2
+    num_layers_run = _num_layers_run(graph, layers)
     if blocks == "inline" or (blocks == "auto" and num_layers_run < SHARED_FROM_LAYERS):
-        cut = _cut(graph, frozenset())
+        layers = frozenset()
+    cut = _cut(graph, layers)
     parts, calls, size = _assemble(exported, cut, table)
     returns = tuple(table[_source(node)] for node in outputs)
     return Traced(signature, parts, calls, returns, size, _workspace_bytes(graph))
@@ -217,20 +218,39 @@ def _layers(module: nn.Module) -> frozenset[str]:
     return frozenset(longest)
 
 
+def _layer_of(node: fx.Node, layers: frozenset[str]) -> str | None:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in stack.values() if path in layers), None)
+
+
+def _operations(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _num_layers_run(graph: fx.Graph, layers: frozenset[str]) -> int:
+    """How many layers are passed; an unrolled loop passes them once per token."""
+    passed = [layer for layer, _ in itertools.groupby(_layer_of(node, layers) for node in _operations(graph))]
+    return len(passed) - passed.count(None)
+
+
 def _cut(graph: fx.Graph, layers: frozenset[str]) -> list[list[fx.Node]]:
-    """The graph's operations in order, cut wherever a layer begins or ends."""
+    """The graph's operations in order, cut wherever a layer begins or ends; what the host does stands by itself.
+
+    Where the host has a part in every layer, its parts are the borders: the end of one layer goes with the beginning
+    of the next.
+    """
+    if any(node.target is OPERATION and _layer_of(node, layers) for node in graph.nodes):
+        layers = frozenset()
     runs: list[list[fx.Node]] = []
-    current: str | None = None
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        stack = node.meta.get("nn_module_stack") or {}
-        layer = next((path for path, _ in stack.values() if path in layers), None)
-        if node.target is operator.getitem:  # stays with the operation whose result it picks from
-            layer = current
-        if not runs or layer != current:
+    current: tuple[str | None, fx.Node | None] | None = None
+    for node in _operations(graph):
+        # Until the next one, what comes after an operation of the host is another run.
+        place = _layer_of(node, layers), node if node.target is OPERATION else None
+        if node.target is operator.getitem and current is not None:  # stays with what it picks from
+            place = current
+        if not runs or place != current:
             runs.append([])
-            current = layer
+            current = place
         runs[-1].append(node)
     return runs
 
@@ -276,34 +296,54 @@ class _Draft:
 
 def _assemble(
     exported: fx.GraphModule, cut: list[list[fx.Node]], table: dict[fx.Node, int]
-) -> tuple[tuple[Part, ...], tuple[Call, ...], int]:
+) -> tuple[tuple[Part, ...], tuple[Call | HostCall, ...], int]:
     """Parts, equal ones once, and the calls that make the whole; `table` gains the places of what they return."""
     parts: list[Part] = []
-    calls: list[Call] = []
+    calls: list[Call | HostCall] = []
     known: dict[tuple[str, ...], int] = {}
     needed = _last_uses(exported.graph, cut)
     free: list[int] = []
     size = len(table)
     for index, nodes in enumerate(cut):
-        draft, own = _Draft(), set(nodes)
-        for node in nodes:
-            draft.take(node, own)
         crossing = [node for node in nodes if needed.get(node, -1) > index]
-        draft.graph.output(tuple(draft.inner[node] for node in crossing))
-        spelling = (*draft.spelling, f"returns {[draft.number[draft.inner[node]] for node in crossing]}")
-        if spelling not in known:
-            known[spelling] = len(parts)
-            _stop_duplication(draft.graph)
-            examples = tuple(_value(node) for node in draft.inputs)
-            parts.append(Part(fx.GraphModule(exported, draft.graph), examples, spelling))
-        inputs = tuple(table[node] for node in draft.inputs)
+        if not crossing and nodes[0].target is not OPERATION and not any(map(_changes, nodes)):
+            continue  # views, each made again where it is used
+        program, taken = -1, nodes[0].all_input_nodes
+        if nodes[0].target is not OPERATION:
+            program, taken = _add_part(exported, nodes, crossing, parts, known)
+        inputs = tuple(table[node] for node in taken)
         for node in [n for n in table if needed.get(n, len(cut)) == index and n.op != "placeholder"]:
             free.append(table[node])
-        for node in crossing:
+        for node in nodes if program < 0 else crossing:
             table[node] = free.pop() if free else size
             size = max(size, table[node] + 1)
-        calls.append(Call(known[spelling], inputs, tuple(table[node] for node in crossing)))
+        if program < 0:
+            name, value = str(nodes[0].args[0]), TensorSpec.of("", _value(nodes[0]))
+            calls.append(HostCall(name, inputs[0] if inputs else None, table[nodes[0]], value.shape, value.dtype))
+        else:
+            calls.append(Call(program, inputs, tuple(table[node] for node in crossing)))
     return tuple(parts), tuple(calls), size
+
+
+def _add_part(
+    exported: fx.GraphModule,
+    nodes: list[fx.Node],
+    crossing: list[fx.Node],
+    parts: list[Part],
+    known: dict[tuple[str, ...], int],
+) -> tuple[int, list[fx.Node]]:
+    """The number of the part that does `nodes` and returns `crossing`, a new one if need be; and what it takes."""
+    draft, own = _Draft(), set(nodes)
+    for node in nodes:
+        draft.take(node, own)
+    draft.graph.output(tuple(draft.inner[node] for node in crossing))
+    spelling = (*draft.spelling, f"returns {[draft.number[draft.inner[node]] for node in crossing]}")
+    if spelling not in known:
+        known[spelling] = len(parts)
+        _stop_duplication(draft.graph)
+        examples = tuple(_value(node) for node in draft.inputs)
+        parts.append(Part(fx.GraphModule(exported, draft.graph), examples, spelling))
+    return known[spelling], draft.inputs
 
 
 def _code_within(node: fx.Node) -> str:
@@ -339,6 +379,10 @@ def _source(node: fx.Node) -> fx.Node:
     while (changed := _changed_argument(node)) is not None:
         node = changed
     return node
+
+
+def _changes(node: fx.Node) -> bool:
+    return _changed_argument(node) is not None
 
 
 def _changed_argument(node: fx.Node) -> fx.Node | None:

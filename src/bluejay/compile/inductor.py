@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bluejay.compile.host import HostCall, HostFunctions, function_of
 from bluejay.compile.signature import TensorSpec
 from bluejay.errors import MachineError
 from bluejay.machine import how_to_install_compiler
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # A program takes its inputs as a list and returns its outputs as a list.
 Program = Callable[[list[Tensor]], list[Tensor]]
+# A program, the places of what it takes and makes, and what the former must look like.
+_Step = tuple[Program, list[int], list[int], tuple[TensorSpec, ...]]
 
 # The least that a compiler must build: the language of the generated code, the standard library, a shared library.
 _TRIAL = """#include <cmath>
@@ -154,32 +157,47 @@ def load(path: Path, device: torch.device) -> Program:
 
 
 class Chain:
-    """Programs called one after the other over a table of values: weights, inputs, what the programs make."""
+    """Programs called one after the other over a table of values: weights, inputs, what the programs make.
 
-    def __init__(self, programs: Sequence[Program], plan: Mapping[str, Any]) -> None:
-        self._calls = [(programs[number], inputs, outputs) for number, inputs, outputs in plan["calls"]]
-        self._specs = [
-            tuple(map(TensorSpec.from_dict, plan["programs"][number]["inputs"])) for number, _, _ in plan["calls"]
-        ]
-        self._returns = plan["returns"]
-        self._num_values = plan["num_values"]
+    Between them stands what is left to the host, if anything.
+    """
 
-    def start(self, weights: list[Tensor]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-        """The function of the inputs alone."""
+    def __init__(self, programs: Sequence[Program], plan: Mapping[str, Any], device: torch.device) -> None:
+        self._programs, self._plan, self._device = programs, plan, device
+
+    def start(self, weights: list[Tensor], host: HostFunctions) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+        """The function of the inputs alone.
+
+        Raises:
+            SignatureError: a host function is missing.
+        """
+        plan = self._plan
+        calls = [self._on_host(call, host) if isinstance(call, dict) else self._call(*call) for call in plan["calls"]]
+        returns, num_values = plan["returns"], plan["num_values"]
         checked = False
 
         def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             nonlocal checked
             values: list[Any] = [*weights, *inputs]
-            values += [None] * (self._num_values - len(values))
-            for (program, taken, made), specs in zip(self._calls, self._specs, strict=True):
+            values += [None] * (num_values - len(values))
+            for program, taken, made, specs in calls:
                 arguments = [values[place] for place in taken]
                 if not checked:
-                    for argument, spec in zip(arguments, specs, strict=True):
+                    for argument, spec in zip(arguments, specs, strict=bool(specs)):
                         assert spec.fits(argument), f"a part expects {spec} with strides {spec.stride}"
                 for place, result in zip(made, program(arguments), strict=True):
                     values[place] = result
             checked = True
-            return tuple(values[place] for place in self._returns)
+            return tuple(values[place] for place in returns)
 
         return run
+
+    def _call(self, number: int, taken: list[int], made: list[int]) -> _Step:
+        specs = tuple(map(TensorSpec.from_dict, self._plan["programs"][number]["inputs"]))
+        return self._programs[number], taken, made, specs
+
+    def _on_host(self, data: Mapping[str, Any], functions: HostFunctions) -> _Step:
+        call = HostCall.from_dict(data)
+        function = function_of(call, functions, self._device)
+        taken = [] if call.input is None else [call.input]
+        return lambda arguments: [function(*arguments or [None])], taken, [call.output], ()

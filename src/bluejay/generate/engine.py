@@ -420,10 +420,11 @@ class Engine:
             RequestError: this rank was given another request than the one that samples.
         """
         seed = secrets.randbits(62) if config.seed is None else config.seed
-        if self.built.agree is None:
+        meeting = self.built.meeting
+        if meeting is None:
             return seed
         mine = int(digest([list(ids), config])[:15], 16)
-        theirs, seed = self.built.agree(torch.tensor([mine, seed], device=self.built.device)).tolist()
+        theirs, seed = meeting.agree(torch.tensor([mine, seed], device=self.built.device)).tolist()
         if mine != theirs:
             raise RequestError(
                 asked=f"a continuation of {len(ids)} tokens over several ranks",

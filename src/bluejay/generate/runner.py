@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bluejay.build import Built, Program
 from bluejay.generate.buckets import fit, useful
-from bluejay.generate.steps import DecodeStep, GenerationStep, PrefillStep, Rows, flatten
+from bluejay.generate.steps import DecideStep, DecodeStep, GenerationStep, PrefillStep, Rows, flatten
 from bluejay.models import Block, KVCache
 
 # Without a compiler a new shape costs nothing, so a step looks at few more slots than are in use: multiples of this.
@@ -128,7 +128,12 @@ class Runner:
         program = self._program(call)
         started = time.perf_counter()
         inputs = [tensor.to(self.built.device) for tensor in chunk]
-        outputs = [t.cpu() for t in program(*inputs, *self._view(first_row, call.num_rows, call.slots))]
+        under_way = []
+        for rows in self._groups(call):
+            view = self._view(first_row + rows.start, len(rows), call.slots)
+            made = program(*[tensor[rows.start : rows.stop] for tensor in inputs], *view)
+            under_way.append(self._settled(call, made))
+        outputs = [torch.cat(column).cpu() for column in zip(*(wait() for wait in under_way), strict=True)]
         self.seconds.prefill += time.perf_counter() - started
         return outputs
 
@@ -136,14 +141,43 @@ class Runner:
         """Run a decode call; returns what `DecodeStep` returns for all its iterations, on the host."""
         program = self._program(call)
         started = time.perf_counter()
-        steps = program.repeat(call.repeats, *self._view(0, call.num_rows, call.slots))
-        outputs = [torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True)]
+        if self.built.meeting is None:
+            steps = program.repeat(call.repeats, *self._view(0, call.num_rows, call.slots))
+            outputs = [torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True)]
+        else:
+            outputs = self._decode_over_ranks(call, program)
         self.seconds.decode += time.perf_counter() - started
         return outputs
 
+    def _decode_over_ranks(self, call: DecodeCall, program: Program) -> list[Tensor]:
+        """Group after group of rows goes through the stages; a group's next token begins when its last one is known.
+
+        So with several iterations a call, no stage waits for a step to end, as long as there are as many groups.
+        """
+        groups = self._groups(call)
+        views = [self._view(rows.start, len(rows), call.slots) for rows in groups]
+        states = [self.rows.view(rows.start, len(rows)) for rows in groups]
+        steps: list[list[tuple[Tensor, ...]]] = [[] for _ in groups]
+        under_way: list[Callable[[], list[Tensor]] | None] = [None for _ in groups]
+
+        def take(group: int) -> None:
+            wait = under_way[group]
+            if wait is not None:
+                tokens, *ranked = wait()
+                steps[group].append((states[group].take(tokens), *ranked))
+
+        for _ in range(call.repeats):
+            for group, view in enumerate(views):
+                take(group)
+                under_way[group] = self._settled(call, program(*view))
+        for group in range(len(groups)):
+            take(group)
+        of_groups = [[torch.stack(column, dim=1) for column in zip(*made, strict=True)] for made in steps]
+        return [torch.cat(column).cpu() for column in zip(*of_groups, strict=True)]
+
     def require(self, calls: Iterable[Call]) -> None:
         """See to it that these calls find their programs; those that do not exist yet are compiled together."""
-        wanted = {call: None for call in map(_program_of, calls) if call not in self._programs}
+        wanted = {call: None for call in map(self._program_of, calls) if call not in self._programs}
         if wanted and self.compiled:
             started = time.perf_counter()
             with torch.inference_mode(False):
@@ -163,7 +197,7 @@ class Runner:
         return calls
 
     def _program(self, call: Call) -> Program:
-        call = _program_of(call)
+        call = self._program_of(call)
         if call not in self._programs:
             started = time.perf_counter()
             with torch.inference_mode(False):
@@ -174,11 +208,42 @@ class Runner:
         return self._programs[call]
 
     def _step(self, call: Call) -> GenerationStep:
-        model, agree = self.built.model, self.built.agree
+        model, meeting = self.built.model, self.built.meeting
+        chooses = meeting is None or meeting.chooses
         if isinstance(call, PrefillCall):
             # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
-            return PrefillStep(model, greedy=False, ranked=call.ranked, score=call.score, agree=agree)
-        return DecodeStep(model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled, agree=agree)
+            return PrefillStep(model, greedy=False, ranked=call.ranked, score=call.score, chooses=chooses)
+        if meeting is not None:
+            return DecideStep(model, greedy=call.greedy, ranked=call.ranked, chooses=chooses)
+        return DecodeStep(model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled)
+
+    def _program_of(self, call: Call) -> Call:
+        """The call without what its program does not depend on."""
+        call = replace(call, num_rows=len(self._groups(call)[0]))
+        return replace(call, repeats=1) if isinstance(call, DecodeCall) else call
+
+    def _groups(self, call: Call) -> list[range]:
+        """The call's rows as they go through programs: all together, but in groups through the stages of a pipeline."""
+        meeting = self.built.meeting
+        size = call.num_rows if meeting is None else meeting.rows_at_once(call.num_rows)
+        return [range(first, first + size) for first in range(0, call.num_rows, size)]
+
+    def _settled(self, call: Call, made: tuple[Tensor, ...]) -> Callable[[], list[Tensor]]:
+        """Waits for what a program of any rank chose, as all ranks have it; `made` is what this rank's returned."""
+        meeting = self.built.meeting
+        if meeting is None:
+            return lambda: list(made)
+        return meeting.begin(made if meeting.chooses else self._blank(call))
+
+    def _blank(self, call: Call) -> list[Tensor]:
+        """Tensors like those that the last stage's program returns."""
+        num_rows = len(self._groups(call)[0])
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((num_rows,), torch.int64)]
+        if call.ranked:
+            shapes += _scores((num_rows,), call.ranked)
+        if isinstance(call, PrefillCall) and call.score:
+            shapes += _scores((num_rows, call.width), max(call.ranked, 1))
+        return [torch.empty(shape, dtype=dtype, device=self.built.device) for shape, dtype in shapes]
 
     def _examples(self, call: Call) -> tuple[Tensor, ...]:
         """Tensors of the shapes that the call's program takes."""
@@ -198,9 +263,9 @@ class Runner:
         return self._views[key]
 
 
-def _program_of(call: Call) -> Call:
-    """The call without what its program does not depend on."""
-    return replace(call, repeats=1) if isinstance(call, DecodeCall) else call
+def _scores(shape: tuple[int, ...], ranked: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Log-probabilities of tokens of this shape, and the likeliest ones with their ids: shapes and dtypes."""
+    return [(shape, torch.float32), ((*shape, ranked), torch.float32), ((*shape, ranked), torch.int64)]
 
 
 def _where(call: Call) -> str:

@@ -8,7 +8,6 @@ Dimension letters: B rows, T tokens of a chunk, I device iterations, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -105,6 +104,19 @@ class Rows:
         self.stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
         self.beam[row] = config.num_beams > 1
 
+    def take(self, tokens: Tensor) -> Tensor:
+        """Feed these tokens next; rows that end with them go idle. Returns the tokens, IDLE where a row did not move.
+
+        Shapes:
+            tokens, returns: [B] int64
+        """
+        moving = self.position >= 0
+        self.step.add_(moving)
+        ended = (tokens[:, None] == self.stop_ids).any(1) | (self.step >= self.max_new) | (tokens < 0)
+        self.token.copy_(torch.where(moving, tokens.clamp_min(0), self.token))
+        self.position.copy_(torch.where(moving & ~ended, self.position + 1, IDLE))
+        return torch.where(moving, tokens, IDLE)
+
     @property
     def sampling(self) -> Sampling:
         return Sampling(*[getattr(self, name) for name in Sampling._fields])
@@ -126,14 +138,12 @@ class GenerationStep(nn.Module):
     Args:
         greedy: every row has temperature 0, so the step needs no sort.
         ranked: number of likeliest tokens to return with their log-probabilities; 0 returns none.
-        agree: gives every rank what the one that samples has chosen, when several hold the model.
+        chooses: false where the model is a stage before the last; the step then returns what the stage does.
     """
 
-    def __init__(
-        self, model: GPTJ, *, greedy: bool, ranked: int = 0, agree: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, model: GPTJ, *, greedy: bool, ranked: int = 0, chooses: bool = True) -> None:
         super().__init__()
-        self.model, self.greedy, self.ranked, self.agree = model, greedy, ranked, agree
+        self.model, self.greedy, self.ranked, self.chooses = model, greedy, ranked, chooses
 
     def unflatten(self, flat: tuple[Tensor, ...]) -> tuple[Rows, KVCache]:
         """Rows, then the cache's lengths, keys and values, in the order of `flatten`."""
@@ -147,12 +157,8 @@ class GenerationStep(nn.Module):
         """Next tokens [B], and with `ranked`: log-probabilities [B], values [B, K], tokens [B, K]."""
         tokens = sample(logits, seen, rows.step, rows.sampling, greedy=self.greedy)
         if not self.ranked:
-            return self.agreed(tokens)
-        return self.agreed(tokens, *rank_tokens(logits, tokens, seen, rows.step, rows.sampling, self.ranked))
-
-    def agreed(self, *chosen: Tensor) -> tuple[Tensor, ...]:
-        """What was chosen, as every rank has it."""
-        return chosen if self.agree is None else tuple(self.agree(tensor) for tensor in chosen)
+            return (tokens,)
+        return (tokens, *rank_tokens(logits, tokens, seen, rows.step, rows.sampling, self.ranked))
 
 
 def flatten(rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
@@ -173,9 +179,9 @@ class PrefillStep(GenerationStep):
         greedy: bool,
         ranked: int = 0,
         score: bool = False,
-        agree: Callable[[Tensor], Tensor] | None = None,
+        chooses: bool = True,
     ) -> None:
-        super().__init__(model, greedy=greedy, ranked=ranked, agree=agree)
+        super().__init__(model, greedy=greedy, ranked=ranked, chooses=chooses)
         self.score = score
 
     def forward(
@@ -187,6 +193,8 @@ class PrefillStep(GenerationStep):
             ids, positions, targets: [B, T] int64   last: [B] int64, index of each row's last real token in the chunk
         """
         rows, cache = self.unflatten(flat)
+        if not self.chooses:
+            return (self.model(ids, positions, cache, last=last),)
         seen = rows.note_seen(ids, positions)
         if not self.score:
             return self.choose(self.model(ids, positions, cache, last=last), seen, rows)
@@ -194,22 +202,30 @@ class PrefillStep(GenerationStep):
         chosen = self.choose(logits[torch.arange(len(last), device=last.device), last], seen, rows)
         logprobs = logits.float().log_softmax(-1)
         values, tokens = logprobs.topk(max(self.ranked, 1), dim=-1)
-        return (*chosen, *self.agreed(logprobs.gather(2, targets[:, :, None])[:, :, 0], values, tokens))
+        return (*chosen, logprobs.gather(2, targets[:, :, None])[:, :, 0], values, tokens)
 
 
-class DecodeStep(GenerationStep):
+class DecideStep(GenerationStep):
+    """One new token per row, decided and not yet taken: for several ranks, which have to agree on it first."""
+
+    def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns tokens [B]; with `ranked` also [B], [B, K], [B, K]."""
+        return self.decide(*self.unflatten(flat))
+
+    def decide(self, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        ids, positions = rows.token[:, None], rows.position[:, None]
+        last = torch.zeros_like(rows.token)
+        if not self.chooses:
+            return (self.model(ids, positions, cache, last=last),)
+        seen = rows.note_seen(ids, positions)
+        return self.choose(self.model(ids, positions, cache, last=last), seen, rows)
+
+
+class DecodeStep(DecideStep):
     """`iterations` new tokens per row in one call; a row that ends inside freezes there."""
 
-    def __init__(
-        self,
-        model: GPTJ,
-        *,
-        greedy: bool,
-        ranked: int = 0,
-        iterations: int = 1,
-        agree: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(model, greedy=greedy, ranked=ranked, agree=agree)
+    def __init__(self, model: GPTJ, *, greedy: bool, ranked: int = 0, iterations: int = 1) -> None:
+        super().__init__(model, greedy=greedy, ranked=ranked)
         self.iterations = iterations
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -217,14 +233,6 @@ class DecodeStep(GenerationStep):
         rows, cache = self.unflatten(flat)
         outputs = []
         for _ in range(self.iterations):
-            moving = rows.position >= 0
-            ids, positions = rows.token[:, None], rows.position[:, None]
-            seen = rows.note_seen(ids, positions)
-            logits = self.model(ids, positions, cache, last=torch.zeros_like(rows.token))
-            tokens, *ranked = self.choose(logits, seen, rows)
-            rows.step.add_(moving)
-            ended = (tokens[:, None] == rows.stop_ids).any(1) | (rows.step >= rows.max_new) | (tokens < 0)
-            rows.token.copy_(torch.where(moving, tokens.clamp_min(0), rows.token))
-            rows.position.copy_(torch.where(moving & ~ended, rows.position + 1, IDLE))
-            outputs.append((torch.where(moving, tokens, IDLE), *ranked))
+            tokens, *ranked = self.decide(rows, cache)
+            outputs.append((rows.take(tokens), *ranked))
         return tuple(torch.stack(column, dim=1) for column in zip(*outputs, strict=True))

@@ -1,30 +1,33 @@
 """Many devices: the planner, and a planned model over ranks of torch.distributed."""
 
-from bluejay.parallel.apply import apply, take_piece
+from bluejay.parallel.apply import apply, as_one, take_piece
 from bluejay.parallel.collectives import IGNORED, cross_entropy_sum
 from bluejay.parallel.cut import cut_model, cut_part
-from bluejay.parallel.generate import agreement
+from bluejay.parallel.generate import Meeting
 from bluejay.parallel.mesh import Rank, build_mesh, from_first, group_of, join, leave, place_of
-from bluejay.parallel.partition import balance, even_shares, nearest_shares, share_layers
+from bluejay.parallel.partition import balance, even_shares, nearest_shares, rows_at_once, share_layers
+from bluejay.parallel.peers import PlannedRanks, Replicas
 from bluejay.parallel.plan import Memory, Plan, Stage, Traffic, packed_bytes, plan, propose
 from bluejay.parallel.rows import PADDING, collect, deal
 from bluejay.parallel.schedule import Action, bubble, in_flight, timeline
-from bluejay.parallel.state import own_part, whole_tensors
-from bluejay.parallel.step import PlannedStep, Replicas
+from bluejay.parallel.state import own_part, own_values, whole_tensors
+from bluejay.parallel.step import PlannedStep
 
 __all__ = [
     "IGNORED",
     "PADDING",
     "Action",
+    "Meeting",
     "Memory",
     "Plan",
+    "PlannedRanks",
     "PlannedStep",
     "Rank",
     "Replicas",
     "Stage",
     "Traffic",
-    "agreement",
     "apply",
+    "as_one",
     "balance",
     "bubble",
     "build_mesh",
@@ -41,10 +44,12 @@ __all__ = [
     "leave",
     "nearest_shares",
     "own_part",
+    "own_values",
     "packed_bytes",
     "place_of",
     "plan",
     "propose",
+    "rows_at_once",
     "share_layers",
     "take_piece",
     "timeline",

@@ -14,23 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bluejay.models import GPTJ, Block, LayerCache, Where, cut_dim
-from bluejay.parallel.collectives import Group, Ranks, copy_in, gather_last, sum_out
+from bluejay.parallel.ranks import Ranks
 from bluejay.quant import PackedWeight, QuantizedLinear, pack
 
 
 class CutEmbedding(nn.Module):
-    """Rows `first` to `first + V/t` of the embedding; the sum over devices is the whole one's answer."""
+    """One rank's rows of the embedding, from `first` on; the sum over ranks is the whole one's answer."""
 
-    def __init__(self, weight: nn.Parameter, first: int, group: Group) -> None:
+    first: Tensor
+
+    def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
-        self.weight, self.first, self.ranks = weight, first, Ranks(group)
+        self.weight, self.ranks = weight, ranks
+        # A tensor, so that it is an input of programs: ranks then share them.
+        first = torch.tensor(ranks.index * weight.shape[0], device=weight.device)
+        self.register_buffer("first", first, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B, T] to vectors [B, T, E]."""
         row = ids - self.first
         is_elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
-        return sum_out(found.masked_fill(is_elsewhere[..., None], 0), self.ranks.group)
+        return self.ranks.sum(found.masked_fill(is_elsewhere[..., None], 0))
 
 
 class Product(nn.Module):
@@ -55,13 +60,18 @@ class Product(nn.Module):
 class CutHead(Product):
     """Columns `first` to `first + V/t` of the logits, from a part of the head's matrix."""
 
-    def __init__(self, linear: nn.Module, first: int, vocab_size: int, group: Group) -> None:
+    def __init__(self, linear: nn.Module, vocab_size: int, ranks: Ranks) -> None:
         super().__init__(linear)
-        self.first, self.vocab_size, self.ranks = first, vocab_size, Ranks(group)
+        self.vocab_size, self.ranks = vocab_size, ranks
+
+    @property
+    def first(self) -> int:
+        width: int = self.bias.shape[0]
+        return self.ranks.index * width
 
     def part(self, x: Tensor) -> Tensor:
         """This device's columns [..., V/t]; those beyond the vocabulary are -inf."""
-        logits = super().forward(copy_in(x, self.ranks.group)) + self.bias
+        logits = self._columns(x)
         if self.first + logits.shape[-1] > self.vocab_size:
             columns = torch.arange(logits.shape[-1], device=logits.device)
             logits = logits.masked_fill(columns >= self.vocab_size - self.first, -torch.inf)
@@ -69,21 +79,24 @@ class CutHead(Product):
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors [..., E] to all logits [..., V], on every device."""
-        return gather_last(self.part(x), self.ranks.group)[..., : self.vocab_size]
+        return self.ranks.gather(self._columns(x))[..., : self.vocab_size]
+
+    def _columns(self, x: Tensor) -> Tensor:
+        return super().forward(self.ranks.copy_in(x)) + self.bias
 
 
 class CutBlock(nn.Module):
     """A block with a part of the heads and of the MLP."""
 
-    def __init__(self, block: Block, group: Group) -> None:
+    def __init__(self, block: Block, ranks: Ranks) -> None:
         super().__init__()
         self.ln_1, self.attn, self.mlp, self.drop = block.ln_1, block.attn, block.mlp, block.drop
         self.mlp.fc_out = Product(block.mlp.fc_out)  # type: ignore[assignment]
-        self.ranks = Ranks(group)
+        self.ranks = ranks
 
     def forward(self, x: Tensor, where: Where, cache: LayerCache | None) -> Tensor:
-        normed = copy_in(self.ln_1(x), self.ranks.group)
-        both = sum_out(self.attn(normed, where, cache) + self.mlp(normed), self.ranks.group)
+        normed = self.ranks.copy_in(self.ln_1(x))
+        both = self.ranks.sum(self.attn(normed, where, cache) + self.mlp(normed))
         return self.drop(both + self.mlp.fc_out.bias) + x
 
 
@@ -98,33 +111,33 @@ def cut_part(name: str, tensor: Tensor, index: int, parts: int) -> Tensor:
     return _padded(part, dim, size) if part.shape[dim] < size else part.clone(memory_format=torch.contiguous_format)
 
 
-def cut_model(model: GPTJ, index: int, parts: int, group: Group) -> None:
-    """Keep part `index` of `parts` of every matrix that the split table cuts, in place.
+def cut_model(model: GPTJ, ranks: Ranks) -> None:
+    """Keep this rank's part of every matrix that the split table cuts, in place.
 
     Works on a model with all layers or some, with float weights or packed ones.
 
     Raises:
         ConfigError: packed weights whose groups would be cut.
     """
+    index, parts = ranks.index, ranks.count
     for owner_name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             _cut_packed(f"{owner_name}.weight", module, index, parts)
         for leaf, whole in list(module.named_parameters(recurse=False)):
             part = cut_part(f"{owner_name}.{leaf}", whole.detach(), index, parts)
             setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
-    width = -(-model.config.vocab_size // parts)
     ends = model.transformer._modules, model._modules  # a stage may have none of them, or one
     embedding, head = ends[0]["wte"], ends[1]["lm_head"]
     if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
         model.tie_weights()  # they share their part as they shared the whole
     if isinstance(embedding, nn.Embedding):
-        ends[0]["wte"] = CutEmbedding(cast(nn.Parameter, embedding.weight), index * width, group)
+        ends[0]["wte"] = CutEmbedding(cast(nn.Parameter, embedding.weight), ranks)
     if head is not None:
-        ends[1]["lm_head"] = CutHead(head, index * width, model.config.vocab_size, group)
+        ends[1]["lm_head"] = CutHead(head, model.config.vocab_size, ranks)
     for number, block in model.transformer.h.named_children():
         assert isinstance(block, Block)
         block.attn.n_head //= parts
-        setattr(model.transformer.h, number, CutBlock(block, group))
+        setattr(model.transformer.h, number, CutBlock(block, ranks))
 
 
 def _cut_packed(name: str, layer: QuantizedLinear, index: int, parts: int) -> None:

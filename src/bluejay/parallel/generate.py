@@ -6,81 +6,96 @@ because the first device of the last stage says it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from bluejay.compile import HostFunctions
 from bluejay.models import GPTJ, KVCache
-from bluejay.parallel.collectives import Ranks
-from bluejay.parallel.mesh import group_of
+from bluejay.parallel.partition import rows_at_once
+from bluejay.parallel.ranks import Ranks
 
 
 class StageOfGPTJ(GPTJ):
-    """One stage of a model. Rows go through the stages in as many groups as there are stages, so that they overlap."""
+    """One stage of a model."""
 
-    stage: int
-    num_stages: int
-    ranks: Ranks
+    stages: Ranks
 
     def place(self, mesh: DeviceMesh) -> None:
         """Say which stage this is, and who the others are."""
-        self.ranks, self.stage = Ranks(group_of(mesh, "stage")), mesh.get_local_rank("stage")
-        self.num_stages = mesh.size(1)
+        self.stages = Ranks.along(mesh, "stage")
 
     def forward(
         self, ids: Tensor, positions: Tensor | None = None, cache: KVCache | None = None, last: Tensor | None = None
     ) -> Tensor:
-        """As `GPTJ.forward` on the last stage; zeros of that shape on the others.
+        """As `GPTJ.forward` on the last stage. The others send on what they computed, and return an empty tensor.
 
         Shapes: as `GPTJ.forward`
         """
-        num_rows, width = ids.shape
-        logits: list[Tensor] = []
-        sends: list[dist.Work | None] = []
-        sent: list[Tensor] = []  # alive until they have left
-        for rows in torch.arange(num_rows).tensor_split(min(num_rows, self.num_stages)):
-            own = slice(int(rows[0]), int(rows[-1]) + 1)
-            held = None if cache is None or not cache.keys else cache.view(own.start, len(rows))
-            x = self._incoming(ids[own])
-            if len(self.transformer.h):
-                where = self.locate(ids[own], None if positions is None else positions[own], held)
-                for i, block in enumerate(self.transformer.h):
-                    x = block(x, where, None if held is None else held.layer(i))
-            if self.stage == self.num_stages - 1:
-                logits.append(self.logits(x, None if last is None else last[own]))
-            else:
-                sent.append(x.contiguous())
-                sends.append(dist.isend(sent[-1], group=self.ranks.group, group_dst=self.stage + 1))
-        for send in sends:
-            if send is not None:
-                send.wait()
-        if logits:
-            return torch.cat(logits)
-        shape = (num_rows, self.config.vocab_size) if last is not None else (num_rows, width, self.config.vocab_size)
-        return torch.zeros(shape, device=ids.device)
-
-    def _incoming(self, ids: Tensor) -> Tensor:
-        """Vectors of these tokens: looked up on the first stage, received on the others."""
-        if self.stage == 0:
-            return self.embed(ids)
-        dtype = next(self.parameters()).dtype
-        x = torch.empty((*ids.shape, self.config.n_embd), dtype=dtype, device=ids.device)
-        dist.recv(x, group=self.ranks.group, group_src=self.stage - 1)
-        return x
+        if self.transformer.wte is not None:
+            x = self.embed(ids)
+        else:
+            dtype = next(self.parameters()).dtype
+            x = self.stages.receive((*ids.shape, self.config.n_embd), dtype, ids.device)
+        if len(self.transformer.h):
+            where = self.locate(ids, positions, cache)
+            for i, block in enumerate(self.transformer.h):
+                x = block(x, where, None if cache is None else cache.layer(i))
+        return self.logits(x, last) if self.lm_head is not None else self.stages.send(x)
 
 
-def agreement(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Gives every rank of a replica the tensor of the first device of its last stage."""
-    tensor, stages, last = group_of(mesh, "tensor"), group_of(mesh, "stage"), mesh.size(1) - 1
+class Meeting:
+    """What the ranks of a replica settle between their programs.
 
-    def agree(value: Tensor) -> Tensor:
-        value = value.contiguous()
-        for group, source in ((tensor, 0), (stages, last)):
-            if group is not None:
-                dist.broadcast(value, group=group, group_src=source)
-        return value
+    Attributes:
+        index, count: which of the job's ranks this is, and how many there are.
+        chooses: whether this rank's programs end in a choice of tokens: those of the last stage do.
+        part: what of the model this rank's programs are for, in words.
+    """
 
-    return agree
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._tensor, self._stages = Ranks.along(mesh, "tensor"), Ranks.along(mesh, "stage")
+        self.index, self.count = mesh.get_rank(), mesh.size()
+        self.chooses = self._stages.index == self._stages.count - 1
+        stage = f"stage {self._stages.index + 1} of {self._stages.count}"
+        cut = f"layers cut in {self._tensor.count}"
+        self.part = ", ".join([stage] * (self._stages.count > 1) + [cut] * (self._tensor.count > 1)) or "whole layers"
+
+    def host_functions(self) -> HostFunctions:
+        """What programs leave to the host, by name."""
+        return {**self._tensor.host_functions(), **self._stages.host_functions()}
+
+    def rows_at_once(self, num_rows: int) -> int:
+        """Rows that go through the stages together, when `num_rows` are to."""
+        return rows_at_once(num_rows, self._stages.count)
+
+    def begin(self, values: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Give every rank the tensors of the first device of the last stage.
+
+        Returns: a function that waits for them. Ranks go on with other rows until they need them.
+        """
+        agreed = [value.contiguous() for value in values]
+        under_way: list[dist.Work] = []
+        for value in agreed:
+            if self.chooses and self._tensor.group is not None:
+                work = dist.broadcast(value, group=self._tensor.group, group_src=0, async_op=True)
+                if self._tensor.index > 0:
+                    work.wait()  # it is this one's to send on
+                else:
+                    under_way.append(work)
+            if self._stages.group is not None:
+                last = self._stages.count - 1
+                under_way.append(dist.broadcast(value, group=self._stages.group, group_src=last, async_op=True))
+
+        def wait() -> list[Tensor]:
+            for work in under_way:
+                work.wait()
+            return agreed
+
+        return wait
+
+    def agree(self, value: Tensor) -> Tensor:
+        """The tensor of the first device of the last stage, on every rank."""
+        return self.begin([value])()[0]

@@ -78,3 +78,9 @@ def balance(num_layers: int, layer_cost: float, extras: Sequence[float], most: S
         chosen = min(open_stages, key=lambda i: (extras[i] + (shares[i] + 1) * layer_cost, i))
         shares[chosen] += 1
     return tuple(shares)
+
+
+def rows_at_once(num_rows: int, num_stages: int) -> int:
+    """Rows that go through a pipeline together: the most that leave every stage a group of equally many to work on."""
+    wanted = min(num_rows, num_stages)
+    return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and num_rows // size >= wanted)
