@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,18 @@ class Run:
         return [e.fields[name] for e in self.events if e.name == event]
 
 
-FOLDER = Path()
+FOLDER, NUMBERS = Path(), count()
 MESHES: dict[Layout, Any] = {}
 
 
-def trainer_over(config: TrainConfig, name: str, model: ModelConfig = MODEL, mesh: Any = None) -> Run:
-    """A trainer over this rank's part of the noisy model; `name` is its folder, the same on all ranks."""
-    config = replace(config, out=str(FOLDER / name))
+def folder_for(what: str) -> str:
+    """A fresh folder; only the first rank's is written."""
+    return str(FOLDER / f"{what}-{next(NUMBERS)}")
+
+
+def trainer_over(config: TrainConfig, out: str, model: ModelConfig = MODEL, mesh: Any = None) -> Run:
+    """A trainer over this rank's part of the noisy model, in the folder `out`."""
+    config = replace(config, out=out)
     made = plan_of(config, model)
     pieces = apply(noisy_model(model), made, mesh) if mesh is not None else [noisy_model(model)]
     run, tokenizer = RunConfig(model="tiny"), None
@@ -125,7 +131,7 @@ def trainer_over(config: TrainConfig, name: str, model: ModelConfig = MODEL, mes
 @cache
 def alone(config: TrainConfig, model: ModelConfig = MODEL) -> tuple[Run, dict[str, Tensor]]:
     """The run of one process, and its weights at the end."""
-    run = trainer_over(replace(config, parallel=Layout()), f"alone-{dist.get_rank()}-{hash((config, model))}", model)
+    run = trainer_over(replace(config, parallel=Layout()), folder_for(f"alone-{dist.get_rank()}"), model)
     run.trainer.run()
     return run, run.trainer.weights.values()
 
@@ -160,7 +166,7 @@ def curve_check(layout: Layout, relative: float = 1e-4, model: ModelConfig = MOD
         return
     config = replace(BASE, **changes)
     wanted, weights = alone(config, model)
-    run = trainer_over(replace(config, parallel=layout), f"curve-{layout}-{hash(config)}", model, mesh)
+    run = trainer_over(replace(config, parallel=layout), folder_for("curve"), model, mesh)
     result = run.trainer.run()
     found = run.trainer._ranks.whole(run.trainer.weights.values())
     # No collective below: a rank that finds a difference must not leave the others waiting.
@@ -179,10 +185,11 @@ def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: 
     if meshes[0] is None or meshes[1] is None:
         return
     config = replace(BASE, ema=0.9, **changes)
-    name = f"resume-{first}-{then}-{bitwise}"
-    one = trainer_over(replace(config, parallel=first), name, mesh=meshes[0])
+    out = [folder_for("resume")]
+    dist.broadcast_object_list(out, group=GROUPS[first.num_devices])
+    one = trainer_over(replace(config, parallel=first), out[0], mesh=meshes[0])
     stopped = one.trainer.run(lambda: dist.get_rank() == 1 and one.trainer.update == 5)  # noticed on one rank only
-    two = trainer_over(replace(config, parallel=then), name, mesh=meshes[1])
+    two = trainer_over(replace(config, parallel=then), out[0], mesh=meshes[1])
     saved = two.trainer.checkpoints.last()
     assert saved is not None
     two.trainer.resume(saved)
@@ -190,7 +197,7 @@ def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: 
     ranks = two.trainer._ranks
     found, average = ranks.whole(two.trainer.weights.values()), ranks.whole(two.trainer._average)
     if bitwise:
-        straight = trainer_over(replace(config, parallel=first), f"{name}-straight", mesh=meshes[0])
+        straight = trainer_over(replace(config, parallel=first), folder_for("straight"), mesh=meshes[0])
         straight.trainer.run()
         theirs = straight.trainer._ranks
         wanted = theirs.whole(straight.trainer.weights.values()), theirs.whole(straight.trainer._average)
@@ -200,7 +207,9 @@ def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: 
         return
     whole, weights = alone(config)
     assert stopped.stopped == "interrupted"
-    assert one.curve() + two.curve() == pytest.approx(whole.curve(), rel=1e-4)
+    assert one.curve() + two.curve() == pytest.approx(whole.curve(), rel=1e-4), (
+        f"{one.curve()} {two.curve()} {whole.curve()}"
+    )
     same_weights(found, weights, 1e-3)
     same_weights(average, whole.trainer._average, 1e-3)
 
@@ -212,7 +221,7 @@ def overflow_check(layout: Layout) -> None:
         return
     config = replace(BASE, precision="fp16", loss_scale=2.0**40)
     wanted, _ = alone(config)
-    run = trainer_over(replace(config, parallel=layout), f"overflow-{layout}", mesh=mesh)
+    run = trainer_over(replace(config, parallel=layout), folder_for("overflow"), mesh=mesh)
     run.trainer.run()
     scales, theirs = run.curve("loss_scale"), wanted.curve("loss_scale")
     skipped = run.curve("num_skipped")
@@ -231,7 +240,7 @@ def nan_check(layout: Layout) -> None:
         return
     optimizer = replace(BASE.optimizer, learning_rate=1e30, clip_norm=0.0)
     config = replace(BASE, parallel=layout, optimizer=optimizer, save_every=1, eval_every=0)
-    run = trainer_over(config, f"nan-{layout}", mesh=mesh)
+    run = trainer_over(config, str(FOLDER / f"nan-{layout.num_devices}"), mesh=mesh)
     with pytest.raises(TrainingError, match=r"update-0000000\d") as caught:
         run.trainer.run()
     told: list[Any] = [None] * layout.num_devices
@@ -245,7 +254,7 @@ def disk_check(layout: Layout, in_background: bool) -> None:
     if mesh is None:
         return
     config = replace(BASE, parallel=layout, save_every=2, async_save=in_background)
-    run = trainer_over(config, f"disk-{layout}-{in_background}", mesh=mesh)
+    run = trainer_over(config, folder_for("disk"), mesh=mesh)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -284,8 +293,9 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     for name in ("tensor 2", "data 2 sharded"):
         tied = partial(curve_check, LAYOUTS[name], model=replace(MODEL, tie_word_embeddings=True))
         every.append((f"tied, {name}", tied))
+    # Muon orthogonalizes in bf16, which makes last digits of gradients the third of an update.
     muon = {"optimizer": OptimizerConfig("muon", 1e-3, clip_norm=0.5)}
-    every.append(("muon, pipeline 2", partial(curve_check, PIPELINE, **muon)))
+    every.append(("muon, pipeline 2", partial(curve_check, PIPELINE, 2e-3, **muon)))
     for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
         every.append((f"bf16, {name}", partial(curve_check, LAYOUTS[name], 0.02, precision="bf16")))
     every.append(("resumed, tensor 2 to pipeline 2", partial(resume_check, LAYOUTS["tensor 2"], PIPELINE)))

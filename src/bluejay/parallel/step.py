@@ -202,6 +202,7 @@ class PlannedStep:
         with _Timed(self, "loss", batch.inputs):
             if self._stages is None:
                 whole: Tensor = self._forwards[0](batch.inputs, batch.segments, None, batch.targets)
+                self._let_go()
                 return whole
             x = self._through(batch.inputs, batch.segments)
             total = torch.zeros((), device=self._device)
@@ -222,7 +223,17 @@ class PlannedStep:
             logits = torch.empty(shape, device=ids.device)
         if self._stages is not None:
             dist.broadcast(logits, group=self._stages, group_src=self.plan.layout.num_stages - 1)
+        self._let_go()
         return logits
+
+    def _let_go(self) -> None:
+        """Forget what was gathered for a forward pass that no backward pass follows: weights may change before the next.
+
+        What is shared out lets go by itself after a backward pass, and all but the outermost module after each pass.
+        """
+        if self.plan.layout.shard:
+            outermost: Any = self._forwards[0]
+            outermost.reshard()
 
     def _set_training(self, training: bool) -> None:
         for forward in self._forwards:
