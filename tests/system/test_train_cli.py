@@ -155,6 +155,46 @@ def test_numbers_that_are_none_stop_it(
     assert "nan" in said
 
 
+def test_a_damaged_line_of_events(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that fails at the end, at its plot, because a line of an earlier part was damaged since."""
+    assert run([*arguments, "--set", "steps=2"]) == 0
+    file = tmp_path / "out" / "events.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0], b"\xff" + lines[1][5:], *lines[2:]]))
+    capsys.readouterr()
+    assert run([*arguments, "--set", "steps=3", "--resume"]) == 0
+    assert capsys.readouterr().err.count(f"line 2 of {file} is damaged") == 1
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "found"),
+    [
+        ({"sentence1": "a", "gold_label": "neutral"}, [], "their fields are sentence1, gold_label"),
+        ({"premise": "a", "hypothesis": "b", "label": -1}, [], "1 rows, none with a label"),
+        ({"text": "a", "label": 0}, [], "no hypothesis, premise among text, label"),
+        ({}, ["--data", "owner/name:mnli", "--split", "validation_matched", "--offline"], "owner/name"),
+        ({}, ["--data", "owner/name:mnli"], "no --split"),
+    ],
+)
+def test_what_cannot_be_scored(
+    row: dict[str, Any],
+    words: list[str],
+    found: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a set that is found to be no MNLI only after a model was loaded, and a message that names no field."""
+    import bluejay
+
+    monkeypatch.setattr(bluejay, "load", lambda *model, **settings: pytest.fail("a model was loaded"))
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert run(["evaluate", "--task", "mnli", "--data", str(file), "--quiet", *words]) == 2
+    assert found in capsys.readouterr().err
+
+
 def start(arguments: list[str], *words: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
     command = [sys.executable, "-m", "bluejay", *arguments, *words]

@@ -99,11 +99,13 @@ def test_another_order_of_labels_is_warned_of(tokenizer: Tokenizer, tmp_path: Pa
 
 
 def test_no_labels_at_all(tokenizer: Tokenizer) -> None:
-    """Catches an accuracy of nothing: hidden test sets have no labels."""
+    """Catches an accuracy of nothing: hidden test sets have no labels, and other files have other fields."""
     engine: Any = None
-    with pytest.raises(ConfigError) as caught:
-        mnli(engine, [{"premise": "a", "hypothesis": "b", "label": -1}], "test")
-    assert "1 rows, none with a label" in caught.value.found
+    for row in ({"premise": "a", "hypothesis": "b", "label": -1}, {"sentence1": "a", "gold_label": "neutral"}):
+        with pytest.raises(ConfigError) as caught:
+            mnli(engine, [row], "test")
+        assert "1 rows, none with a label" in caught.value.found
+        assert f"their fields are {', '.join(row)}" in caught.value.found
 
 
 def test_labels_go_by_name() -> None:

@@ -43,6 +43,39 @@ def test_a_data_set_that_was_saved(tokenizer: Tokenizer, tmp_path: Path) -> None
     assert "the split test" in caught.value.asked
 
 
+def test_a_data_set_in_parquet(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Catches a folder of tables taken for one that `datasets` saved, and a table that is no data."""
+    import datasets
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("train", "validation"):
+        datasets.Dataset.from_list([{"text": f"{name}."}]).to_parquet(str(folder / f"{name}.parquet"))
+    assert texts(folder, DataConfig(), tokenizer, "validation") == ["validation.<|endoftext|>"]
+    assert texts(folder / "train.parquet", DataConfig(), tokenizer, "any") == ["train.<|endoftext|>"]
+
+
+def test_offline_asks_no_network(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an offline run that asks the hub for its data, and a process that stays offline afterwards."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    seen: list[tuple[bool, bool]] = []
+
+    def load(*name: str | None, split: str) -> None:
+        seen.append((datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE))
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for offline in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            read_samples("owner/name:part", "train", DataConfig(), tokenizer, 4096, offline=offline)
+        assert "ConnectionError: nobody there" in caught.value.found
+    assert seen == [(True, True), (False, False)]
+
+
 @pytest.mark.parametrize(
     ("content", "data", "found"),
     [

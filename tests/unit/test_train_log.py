@@ -30,13 +30,15 @@ def test_nan_is_written_as_nan(tmp_path: Path) -> None:
 
 
 def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
-    """Catches a killed run whose events cannot be read any more, and damage in the middle that goes unseen."""
-    file = tmp_path / "events.jsonl"
+    """Catches a killed run whose events cannot be read any more, a warning about what every kill leaves, and damage in
+    the middle that ends the reading or goes unseen."""
+    file, told = tmp_path / "events.jsonl", list[Event]()
     file.write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
-    assert [event["event"] for event in read_events(file)] == ["a", "b"]
-    file.write_text('{"eve\n{"event": "b"}\n')
-    with pytest.raises(ValueError):
-        read_events(file)
+    assert [event["event"] for event in read_events(file, told.append)] == ["a", "b"]
+    assert told == []
+    file.write_bytes(b'{"eve\n{"event": "b"}\n"text"\n\xff\xfe{}\n{"event": "c"}\n')
+    assert [event["event"] for event in read_events(file, told.append)] == ["b", "c"]
+    assert [event.fields["text"] for event in told] == [f"lines 1, 3, 4 of {file} are damaged: left out of the plot"]
 
 
 def test_a_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:

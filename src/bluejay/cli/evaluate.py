@@ -29,6 +29,7 @@ class Options:
     stride: int = 0
     data: str = ""
     split: str = ""
+    offline: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,17 @@ def _mnli(options: Options) -> Callable[[Engine, Observer], Outcome]:
             fix="--split validation_matched or --split validation_mismatched",
         )
 
+    from bluejay.tasks import MNLI_LABELS, MNLI_PROMPT, fill, labelled_rows, mnli, read_rows
+
+    name = f"{options.data} {options.split}".strip()
+    rows = list(read_rows(options.data, options.split, offline=options.offline))
+    for row, _ in labelled_rows(rows, name)[0]:
+        fill(MNLI_PROMPT, row, name)  # what is missing is told before a weight is read
+
     def run(engine: Engine, observe: Observer) -> Outcome:
         from bluejay.events import Event
-        from bluejay.tasks import MNLI_LABELS, mnli, read_rows
 
-        name = f"{options.data} {options.split}".strip()
-        score = mnli(engine, read_rows(options.data, options.split), name, observe)
+        score = mnli(engine, rows, name, observe)
         for text in score.warnings:
             observe(Event("warning", {"text": text}))
         heads = [*MNLI_LABELS, "other"]
@@ -131,7 +137,7 @@ def evaluate(
         raise RequestError(
             asked=f"--task {task}", found="no such task", rule=f"tasks are {', '.join(TASKS)}", fix="name one of them"
         )
-    run = TASKS[task](Options(text, stride, data, split))
+    run = TASKS[task](Options(text, stride, data, split, offline))
 
     import bluejay
 

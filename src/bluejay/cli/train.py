@@ -213,7 +213,7 @@ def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved
         if number == 0:
             try:
                 with written(out / "loss.png"):
-                    plot_loss(read_events(out / "events.jsonl"), out)
+                    plot_loss(read_events(out / "events.jsonl", tell), out)
             except ConfigError as error:
                 tell(Event("warning", {"text": f"no plot of the loss: {error.found}; {error.fix}"}))
         return result

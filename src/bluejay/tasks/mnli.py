@@ -70,16 +70,9 @@ def mnli(engine: Engine, rows: Iterable[Mapping[str, Any]], name: str, observe: 
     """Score one set of rows with `premise`, `hypothesis` and `label` (or `label_text`).
 
     Raises:
-        ConfigError: a row lacks a field, its label's number and name contradict each other, or no row has a label.
+        ConfigError: a row lacks a field, or as `labelled_rows`.
     """
     labelled, num_unlabelled = labelled_rows(rows, name)
-    if not labelled:
-        raise ConfigError(
-            asked=f"the accuracy on {name}",
-            found=f"{num_unlabelled} rows, none with a label",
-            rule="test sets of benchmarks hold their labels back",
-            fix="use the validation set",
-        )
     tokenizer = engine.tokenizer
     answers = [tokenizer.encode(f" {label}") for label in MNLI_LABELS]
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -123,9 +116,10 @@ def labelled_rows(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[tu
     the three differently.
 
     Raises:
-        ConfigError: they do not agree, or there is no such label.
+        ConfigError: they do not agree, there is no such label, or no row has one.
     """
     found: list[tuple[Mapping[str, Any], int]] = []
+    fields: dict[str, None] = {}
     num_unlabelled = 0
     for number, row in enumerate(rows, 1):
         label, text = row.get("label"), row.get("label_text")
@@ -133,6 +127,7 @@ def labelled_rows(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[tu
         given = [value for value in (text, label) if value not in _UNLABELLED]
         if not given:
             num_unlabelled += 1
+            fields |= dict.fromkeys(row)
             continue
         names = {label_name(value, MNLI_LABELS, where) for value in given}
         if len(names) > 1:
@@ -143,6 +138,14 @@ def labelled_rows(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[tu
                 fix="correct the numbers, or leave them out and keep the names",
             )
         found.append((row, MNLI_LABELS.index(names.pop())))
+    if not found:
+        raise ConfigError(
+            asked=f"the accuracy on {name}",
+            found=f"{num_unlabelled} rows, none with a label; their fields are {', '.join(fields) or 'none'}",
+            rule="a row has premise, hypothesis and label (0 to 2, or a name) or label_text; test sets of benchmarks "
+            "hold their labels back",
+            fix="use the validation set, or rename the fields",
+        )
     return found, num_unlabelled
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def read_samples(
     offline: bool = False,
     observe: Observer = ignore,
 ) -> Samples:
-    """The samples of a `.txt` or `.jsonl` file, a folder that `datasets` saved, or a hub id.
+    """The samples of a `.txt`, `.jsonl` or `.parquet` file, a folder of a data set, or a hub id.
 
     Every sample ends with the tokenizer's end of text. Prompt and answer are encoded apart, as they are when the model
     is asked: the answer's first token never merges with the prompt's last.
@@ -71,13 +72,13 @@ def read_rows(source: str, split: str, *, offline: bool = False) -> Iterator[dic
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".json"):
         yield from _json_lines(path)
-    elif path.is_dir() or (not path.exists() and _HUB_ID.fullmatch(source)):
-        yield from _data_set(source, split, offline)
+    elif path.is_dir() or path.suffix == ".parquet" or (not path.exists() and _HUB_ID.fullmatch(source)):
+        yield from _data_set(source, path, split, offline)
     else:
         raise ConfigError(
             asked=f"data from {source}",
             found="a file of another kind" if path.exists() else "no such file or folder",
-            rule="data is a .txt or .jsonl file, a folder that `datasets` saved, or a hub id",
+            rule="data is a .txt, .jsonl or .parquet file, a folder of a data set, or a hub id",
             fix="name one of these",
         )
 
@@ -85,6 +86,13 @@ def read_rows(source: str, split: str, *, offline: bool = False) -> Iterator[dic
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            asked=f"data from {path}",
+            found=f"no such file, seen from {Path.cwd()}",
+            rule="paths are relative to where the command runs",
+            fix="correct the path; a recipe's data is made by its run.py: python recipes/mnli/run.py synthetic",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             asked=f"data from {path}", found=str(error), rule="text is UTF-8", fix="name a readable text file"
@@ -199,7 +207,7 @@ def label_name(label: Any, names: tuple[str, ...], where: str) -> str:
     )
 
 
-def _data_set(source: str, split: str, offline: bool) -> Iterator[dict[str, Any]]:
+def _data_set(source: str, path: Path, split: str, offline: bool) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -210,21 +218,42 @@ def _data_set(source: str, split: str, offline: bool) -> Iterator[dict[str, Any]
         ) from error
     name, _, configuration = source.partition(":")
     try:
-        if Path(name).is_dir() and not any(Path(name).glob("*.jsonl")):
-            loaded = datasets.load_from_disk(name)
+        if path.is_dir() and any((path / mark).exists() for mark in ("dataset_dict.json", "state.json")):
+            loaded = datasets.load_from_disk(str(path))
             rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        elif path.is_dir():
+            rows = datasets.load_dataset(str(path), split=split)
+        elif path.suffix == ".parquet":
+            rows = datasets.Dataset.from_parquet(str(path))
         else:
-            settings = datasets.DownloadConfig(local_files_only=offline)
-            rows = datasets.load_dataset(name, configuration or None, split=split, download_config=settings)
+            with _offline() if offline else nullcontext():
+                rows = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # whatever the library and its transport raise, the way out is the same
         raise ConfigError(
             asked=f"the split {split} of the data set {source}",
             found=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
-            rule="a folder that `datasets` saved, or a hub id with a network or a complete cache",
+            rule="a folder of a data set, or a hub id with a network or in the cache of `datasets`",
             fix="check name, split and network",
         ) from error
     for row in rows:
         yield dict(row)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """No question to the network. `datasets` takes that from the environment only, as it was at its import."""
+    import datasets
+    import huggingface_hub
+
+    switches: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch in switches:
+            switch.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
 
 
 def _eos(tokenizer: Tokenizer) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bluejay.config import TrainConfig
 from bluejay.errors import ConfigError
-from bluejay.events import Event, Observer
+from bluejay.events import Event, Observer, ignore
 from bluejay.train.checkpoints import written
 
 
@@ -42,16 +42,24 @@ class EventFile:
         self._file.close()
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file. A line that a killed run left half-written is passed over if it is the last."""
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    events = []
-    for number, line in enumerate(lines):
+def read_events(path: Path, observe: Observer = ignore) -> list[dict[str, Any]]:
+    """The events of a file. Damaged lines are left out and named in one warning; a last one that a killed run left
+    half-written needs none."""
+    events, damaged = [], []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
-            if number + 1 < len(lines):
-                raise
+            event = None
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+        elif number < len(lines):
+            damaged.append(number)
+    if damaged:
+        numbers = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
+        text = f"line{'s' * (len(damaged) > 1)} {numbers} of {path} {'is' if len(damaged) == 1 else 'are'} damaged"
+        observe(Event("warning", {"text": f"{text}: left out of the plot"}))
     return events
 
 
