@@ -32,6 +32,7 @@ from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, R
 from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import PlannedStep, Rank, apply, build_mesh, join, leave, place_of, plan
+from bluejay.train import Batch
 
 SLEEP_SECONDS = 0.04
 ROUNDS = 5
@@ -113,11 +114,12 @@ def waiting(schedule: str, stages: int, micro: int, chunks: int) -> dict[str, An
     for piece in step.pieces:
         (number,) = [name for name, _ in piece.transformer.h.named_children()]
         setattr(piece.transformer.h, number, Sleeper(SLEEP_SECONDS / chunks))
-    ids = torch.zeros(micro, 8, dtype=torch.int64)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    batches = [Batch(ids, ids, None, 8, 8)] * micro
     seconds = []
     for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        step.gradients(ids, ids, torch.tensor(1.0))
+        step.gradients(batches, torch.tensor(1.0), [0] * micro)
         seconds.append(time.perf_counter() - started)
     wall = statistics.median(seconds[1:])
     busy = 3 * SLEEP_SECONDS * micro
@@ -144,11 +146,12 @@ def trained(name: str, layout: Layout) -> dict[str, Any] | None:
     made = plan(config, layout, work)
     step = PlannedStep(apply(GPTJ(config), made, mesh), made, mesh)
     ids = torch.randint(0, config.vocab_size, (own, context), generator=torch.Generator().manual_seed(0))
+    batches = [Batch(part, part, None, part.numel(), part.numel()) for part in ids.chunk(micro)]
     scale = torch.tensor(1 / (rows * context))
     gradients = [p for piece in step.pieces for p in piece.parameters()]
 
     def once() -> None:
-        step.gradients(ids, ids, scale)
+        step.gradients(batches, scale, [0] * len(batches))
         step.replicas.sum_gradients([p.grad for p in gradients if p.grad is not None])
 
     once()

@@ -47,6 +47,7 @@ from bluejay.parallel import (
     whole_tensors,
 )
 from bluejay.quant import quantize_model
+from bluejay.train import Batch
 
 WORLD = 4
 CONFIG = ModelConfig(vocab_size=65, n_positions=32, n_embd=32, n_layer=5, n_head=4, rotary_dim=4)
@@ -129,6 +130,12 @@ def close(name: str, found: Tensor, wanted: Tensor, relative: float) -> None:
         raise AssertionError(f"{name}: relative difference {error:.3g}")
 
 
+def add_gradients(step: PlannedStep, ids: Tensor, targets: Tensor, scale: Tensor, num_micro: int) -> Tensor:
+    """What a step makes of these rows in so many micro-batches."""
+    pairs = zip(ids.chunk(num_micro), targets.chunk(num_micro), strict=True)
+    return step.gradients([Batch(*pair, None, 0, 0) for pair in pairs], scale, [0] * num_micro)
+
+
 def train_check(check: Check) -> None:
     layout, config = check.layout, replace(CONFIG, **check.settings)  # type: ignore[arg-type]
     micro = layout.micro_batches or 1
@@ -155,11 +162,11 @@ def train_check(check: Check) -> None:
     scale = 1.0 / count
     total = torch.zeros(())
     for inputs, wanted in zip(ids[own].split(per_call), targets[own].split(per_call), strict=True):
-        total += step.gradients(inputs, wanted, scale)
+        total += add_gradients(step, inputs, wanted, scale, micro)
     parameters = {n: p for piece in step.pieces for n, p in piece.named_parameters() if p.grad is not None}
-    one_row = (ids[:1], targets[:1])
+    one_row = Batch(ids[:1], targets[:1], None, 0, 0)
     step.replicas.sum_gradients([p.grad for p in parameters.values() if p.grad is not None])
-    found = {"loss": step.replicas.total(total) / count, "logits": step.logits(ids), "one row": step.loss(*one_row)}
+    found = {"loss": step.replicas.total(total) / count, "logits": step.logits(ids), "one row": step.loss(one_row)}
     local: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
@@ -251,7 +258,7 @@ def bytes_check(layout: Layout, rows: int = 4, recompute: bool = False) -> None:
     optimizer = torch.optim.AdamW(parameters, foreach=False)
     ids = torch.zeros(rows * micro, 64, dtype=torch.int64)
     with LiveBytes() as live:  # the first pass: it also makes the buffers that stay
-        step.gradients(ids, ids, torch.tensor(1.0))
+        add_gradients(step, ids, ids, torch.tensor(1.0), micro)
     optimizer.step()
     local = [_local(p) for p in parameters]
     held = {
@@ -429,7 +436,7 @@ def resume_check(first: Layout, then: Layout) -> None:
         rows = slice(step.replicas.index * own, (step.replicas.index + 1) * own)
         for _ in range(3):
             optimizer.zero_grad()
-            total = step.gradients(ids[rows], targets[rows], 1.0 / count)
+            total = add_gradients(step, ids[rows], targets[rows], 1.0 / count, layout.micro_batches or 1)
             step.replicas.sum_gradients([p.grad for p in named.values() if p.grad is not None])
             optimizer.step()
             found.append(float(step.replicas.total(total) / count))
@@ -491,7 +498,7 @@ def three_chunks_check() -> None:
     step = PlannedStep(apply(noisy_model(CONFIG), made, mesh), made, mesh)
     ids, targets = batch_of(8, CONFIG.vocab_size)
     with pytest.raises(ConfigError, match="8 over 3 leaves 2"):
-        step.gradients(ids, targets, torch.ones(()))
+        add_gradients(step, ids, targets, torch.ones(()), 8)
 
 
 def evaluation_check(replicas: int) -> None:
