@@ -43,14 +43,18 @@ def test_a_data_set_that_was_saved(tokenizer: Tokenizer, tmp_path: Path) -> None
     assert "the split test" in caught.value.asked
 
 
-def test_a_data_set_in_parquet(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Catches a folder of tables taken for one that `datasets` saved, and a table that is no data."""
+def test_a_data_set_in_parquet(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a folder of tables taken for one that `datasets` saved, a table that is no data, and a folder whose name
+    `datasets` takes for that of a reader."""
     import datasets
 
-    folder = tmp_path / "set"
+    monkeypatch.chdir(tmp_path)
+    folder = Path("parquet")
     folder.mkdir()
     for name in ("train", "validation"):
         datasets.Dataset.from_list([{"text": f"{name}."}]).to_parquet(str(folder / f"{name}.parquet"))
+    datasets.Dataset.from_list([{"text": "Another."}]).to_parquet("train-another.parquet")
+    assert texts(folder, DataConfig(), tokenizer, "train") == ["train.<|endoftext|>"]
     assert texts(folder, DataConfig(), tokenizer, "validation") == ["validation.<|endoftext|>"]
     assert texts(folder / "train.parquet", DataConfig(), tokenizer, "any") == ["train.<|endoftext|>"]
 

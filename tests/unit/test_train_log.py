@@ -63,9 +63,11 @@ def test_the_plot_takes_what_there_is(tmp_path: Path) -> None:
 
 
 def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a tracker that is asked for, installed, and told nothing."""
+    """Catches a tracker that is asked for, installed, and told nothing; and figures that a failing run would lose."""
     told: list[Any] = []
-    writer = SimpleNamespace(add_scalar=lambda *a: told.append(a), close=lambda: told.append("closed"))
+    writer = SimpleNamespace(
+        add_scalar=lambda *a: told.append(a), flush=lambda: told.append("flushed"), close=lambda: told.append("closed")
+    )
     run = SimpleNamespace(log=lambda values, step: told.append((values, step)), finish=lambda: told.append("finished"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: run))
@@ -78,7 +80,7 @@ def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert ("train/tokens_per_second", 100.0, 3) in told
     assert ({"valid/loss": 1.5}, 3) in told
     assert told[-1] == "finished"
-    assert "closed" in told
+    assert told.index("flushed") < told.index("closed")
     assert trackers(TrainConfig()) == []
 
 

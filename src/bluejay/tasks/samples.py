@@ -222,7 +222,7 @@ def _data_set(source: str, path: Path, split: str, offline: bool) -> Iterator[di
             loaded = datasets.load_from_disk(str(path))
             rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         elif path.is_dir():
-            rows = datasets.load_dataset(str(path), split=split)
+            rows = datasets.load_dataset(str(path.resolve()), split=split)  # "parquet" alone names a reader
         elif path.suffix == ".parquet":
             rows = datasets.Dataset.from_parquet(str(path))
         else:

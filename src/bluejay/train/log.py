@@ -161,8 +161,10 @@ def trackers(config: TrainConfig) -> list[Observer]:
         writer = SummaryWriter(str(Path(config.out) / "tensorboard"))
 
         def to_tensorboard(event: Event) -> None:
-            for name, value in figures(event).items():
-                writer.add_scalar(name, value, event.fields["update"])
+            if values := figures(event):
+                for name, value in values.items():
+                    writer.add_scalar(name, value, event.fields["update"])
+                writer.flush()  # a run that fails leaves all that it has told
             if event.name == "train.end":
                 writer.close()
 
