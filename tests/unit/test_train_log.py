@@ -53,13 +53,19 @@ def test_a_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:
 
 
 def test_the_plot_takes_what_there_is(tmp_path: Path) -> None:
-    """Catches a plot that breaks on NaN, on an update without a target, or on one update only."""
+    """Catches a plot that breaks on NaN, on an update without a target, or on one update only; and a table without the
+    evaluations or the last update, because it shows one update of many."""
     events = [{"event": "train.update", "update": i, **UPDATE, "loss": loss} for i, loss in enumerate(["nan", None, 2])]
     events.append({"event": "train.eval", "update": 2, "loss": 1.5})
     png, page = plot_loss(events, tmp_path)
     assert png.stat().st_size > 5000
-    assert "<td>1.5</td>" in page.read_text()
+    assert "<td>1.5000</td>" in page.read_text()
+    assert "<td>nan</td>" in page.read_text()
     plot_loss(events[2:3], tmp_path)
+    many = [{"event": "train.update", "update": i, **UPDATE} for i in range(1, 200)]
+    plot_loss([*many, {"event": "train.eval", "update": 101, "loss": 1.25}], tmp_path)
+    assert "<td>1.2500</td>" in page.read_text()
+    assert "<td>199</td>" in page.read_text()
 
 
 def test_trackers_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -129,9 +129,12 @@ def _smooth(values: list[float], window: int = 25) -> list[float]:
 
 def _page(folder: Path, drawing: bytes, updates: dict[int, Any], evaluations: dict[int, Any]) -> str:
     image = base64.b64encode(drawing).decode("ascii")
-    shown = sorted(updates)[:: max(1, len(updates) // 50)]
+    shown = sorted(
+        {*sorted(updates)[:: max(1, len(updates) // 50)], *evaluations, max(updates, default=0)} & {*updates}
+    )
     rows = "".join(
-        f"<tr><td>{x}</td><td>{updates[x]['loss']}</td><td>{evaluations.get(x, {}).get('loss', '')}</td>"
+        f"<tr><td>{x}</td><td>{_number(updates[x]['loss']):.4f}</td>"
+        f"<td>{format(_number(evaluations[x]['loss']), '.4f') if x in evaluations else ''}</td>"
         f"<td>{updates[x]['learning_rate']:.3g}</td><td>{updates[x]['num_tokens']:,}</td></tr>"
         for x in shown
     )
