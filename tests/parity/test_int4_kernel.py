@@ -17,8 +17,9 @@ from bluejay.errors import MachineError
 
 PATHS = ("portable", "avx2", "avx512", "torch", "reference")
 GROUPS = (16, 32, 64, 128, 256, -1)
-# Outputs and inputs: below one block, odd, off the padding, several blocks, a last group that is short.
-SIZES = ((17, 20), (50, 48), (65, 72), (96, 200), (33, 520))
+# Outputs and inputs: below one block, odd, off the padding, several blocks, a last group that is short, several parts
+# of x that are packed apart.
+SIZES = ((17, 20), (50, 48), (65, 72), (96, 200), (33, 520), (16, 2120))
 ROWS = (1, 2, 7, 16, 33, 64)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -207,6 +208,19 @@ def test_threads_and_other_rows_change_no_bit(path: str, dtype: torch.dtype) -> 
     if path not in ("torch", "reference"):  # theirs is torch's matrix product, whose order is its own
         for rows in (1, 2, 3, 4, 5, 6, 8, 13):
             assert torch.equal(packed.times(x[:rows], path), results[0][:rows])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_thread_reads_x_before_it_is_packed(path: str, dtype: torch.dtype) -> None:
+    """Catches a thread that begins while another still packs its part of x: what the call before left is read then."""
+    packed = pack(32, 16384, 256)
+    inputs = [random(2, 16384, seed=seed).to(dtype) for seed in range(2)]
+    torch.set_num_threads(1)
+    expected = [packed.times(x, path) for x in inputs]
+    torch.set_num_threads(2)
+    for i in range(2 if path in ("torch", "reference") else 150):
+        torch.testing.assert_close(packed.times(inputs[i % 2], path), expected[i % 2])
 
 
 def test_shapes_of_x(path: str) -> None:

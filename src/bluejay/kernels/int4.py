@@ -104,7 +104,8 @@ def _by_panels(
         for panel in zip(codes.split(blocks), scales.split(blocks), biases.split(blocks), strict=True)
     ]
     y = torch.cat(parts, -1)[..., :out_features]
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    # Contiguous, as `_shape_only` says: a compiled program reads the rows of a padded block's view by those strides.
+    return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
 
 
 def _plain(

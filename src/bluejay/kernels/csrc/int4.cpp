@@ -22,6 +22,9 @@ using torch::stable::Tensor;
 
 constexpr int64_t kRowsAtOnce = 256;    // what is packed of x then stays near, however long the prompt
 constexpr int64_t kLongestSegment = 256;
+constexpr int64_t kPartInputs = 1024;   // of x that are packed at a time
+constexpr int64_t kAheadBytes = 16384;  // of codes that a thread asks for with each part that it packs
+constexpr int64_t kFewRows = 2;         // up to which a thread reads one stream of codes rather than share loads of x
 
 // Bit by bit what the paths need; Python asks for it.
 enum Feature : unsigned { kAvx2 = 1, kAvx512 = 2, kVnni = 4 };
@@ -86,34 +89,52 @@ void widen(const void* x, Type type, int64_t first, int64_t count, float* to) {
   }
 }
 
+// Codes of some blocks from byte `begin` of each on: memory would rest while x is packed.
+void ask_for(const Weights& w, int64_t first, int64_t last, int64_t begin) {
+  for (int64_t block = first; block < std::min(last, w.blocks); ++block) {
+    const char* codes = reinterpret_cast<const char*>(w.codes + block * w.chunks * kOutputs);
+    const int64_t end = std::min(begin + kAheadBytes / (last - first), w.chunks * 64);
+    for (int64_t at = begin; at < end; at += 64) __builtin_prefetch(codes + at, 0, 2);
+  }
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 void multiply(const Path& path, const Weights& w, const void* x, int64_t num_rows, int64_t width, Result result) {
   thread_local std::vector<uint32_t> kept_x;
   thread_local std::vector<Segment> kept_segments;
   const int64_t words = w.chunks * path.words_per_chunk;
   const int64_t y_size = result.type == Type::float32 ? 4 : 2;
+  const int64_t part_segments = std::max<int64_t>(1, kPartInputs / (w.segment_chunks * 8));
+  const int64_t parts = (w.segments + part_segments - 1) / part_segments;
   for (int64_t done = 0; done < num_rows; done += kRowsAtOnce) {
     const int64_t count = std::min(num_rows - done, kRowsAtOnce);
     uint32_t* packed = room(kept_x, count * words);
     Segment* segments = room(kept_segments, count * w.segments);
     const Rows rows{count, (count + path.tile_rows - 1) / path.tile_rows, words, packed, segments};
-    torch::stable::parallel_for(0, rows.tiles, 1, [&](int64_t first, int64_t last) {
+    const auto pack = [&](int64_t tile, int64_t part) {
       thread_local std::vector<float> kept;
-      for (int64_t tile = first; tile < last; ++tile) {
-        const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
-        float* wide = room(kept, size * w.chunks * 8);
-        for (int64_t m = 0; m < size; ++m) {
-          float* row = wide + m * w.chunks * 8;
-          widen(x, result.type, (done + begin + m) * width, width, row);
-          std::fill(row + width, row + w.chunks * 8, 0.0f);
-        }
-        path.pack(w, wide, size, packed + begin * words, segments + begin * w.segments);
+      const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
+      const int64_t first = part * part_segments, last = std::min(first + part_segments, w.segments);
+      const int64_t from = first * w.segment_chunks * 8;
+      const int64_t padded = end_of(w, last - 1) * 8 - from, present = std::min(padded, width - from);
+      float* wide = room(kept, size * padded);
+      for (int64_t m = 0; m < size; ++m) {
+        widen(x, result.type, (done + begin + m) * width + from, present, wide + m * padded);
+        std::fill(wide + m * padded + present, wide + (m + 1) * padded, 0.0f);
       }
-    });
-    Result part = result;
-    part.y = static_cast<char*>(result.y) + done * result.outputs * y_size;
+      path.pack(w, wide, size, first, last, packed + begin * words, segments + begin * w.segments);
+    };
+    Result here = result;
+    here.y = static_cast<char*>(result.y) + done * result.outputs * y_size;
     const int64_t threads = torch::stable::get_num_threads();
-    const int64_t steps = (w.blocks + path.step - 1) / path.step;
-    std::atomic<int64_t> taken{0};
+    const int64_t step = count <= kFewRows ? 1 : path.step;
+    const int64_t steps = (w.blocks + step - 1) / step, units = rows.tiles * parts;
+    std::atomic<int64_t> claimed{0}, packed_units{0}, taken{0};
     // A share of what is left: large pieces first, and a thread that was held up leaves the small ones to the others.
     const auto take = [&]() -> std::pair<int64_t, int64_t> {
       int64_t begin = taken.load(), end;
@@ -122,13 +143,23 @@ void multiply(const Path& path, const Weights& w, const void* x, int64_t num_row
       } while (!taken.compare_exchange_weak(begin, end));
       return {begin, end};
     };
-    torch::stable::parallel_for(0, std::min(threads, steps), 1, [&](int64_t, int64_t) {
+    // One region for both: beginning another costs as much as packing a row. A thread waits only for what others have
+    // begun to pack, so it does not matter how many of them there are, or whether they run one after the other.
+    torch::stable::parallel_for(0, std::min(threads, std::max(steps, units)), 1, [&](int64_t, int64_t) {
       thread_local std::vector<float> kept;
-      float* totals = room(kept, count * path.step * kOutputs);
-      for (auto now = take(); now.first < steps;) {
+      float* totals = room(kept, count * step * kOutputs);
+      auto now = take();
+      int64_t asked = 0;
+      for (int64_t unit; (unit = claimed++) < units; ++packed_units) {
+        ask_for(w, now.first * step, (now.first + 1) * step, asked);
+        asked += kAheadBytes / step;
+        pack(unit / parts, unit % parts);
+      }
+      while (packed_units < units) pause();
+      while (now.first < steps) {
         const auto next = take();  // before the work, whose end asks memory for what comes then
-        const int64_t end = std::min(now.second * path.step, w.blocks);
-        path.run(w, rows, part, now.first * path.step, end, next.first * path.step, totals);
+        const int64_t end = std::min(now.second * step, w.blocks);
+        path.run(w, rows, here, now.first * step, end, next.first * step, step, totals);
         now = next;
       }
     });

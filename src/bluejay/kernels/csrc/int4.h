@@ -44,11 +44,14 @@ struct Path {
   int tile_rows;       // rows of the largest tile
   int step;            // blocks that are worked on together
   int words_per_chunk;  // of packed x
-  // Pack one tile: `x` holds its rows one after the other in fp32, padded with zeros to whole chunks.
-  void (*pack)(const Weights&, const float* x, int64_t rows, uint32_t* packed, Segment* segments);
-  // The outputs of blocks [first, last); `next` is the block that this thread will be given then, and `totals` has room
-  // for every row and `step` blocks.
-  void (*run)(const Weights&, const Rows&, const Result&, int64_t first, int64_t last, int64_t next, float* totals);
+  // Pack segments [first, last) of one tile, whose packed x and segments begin at `packed` and `segments`. `x` holds
+  // these inputs of its rows, one row after the other, in fp32 and padded with zeros to whole chunks.
+  void (*pack)(const Weights&, const float* x, int64_t rows, int64_t first, int64_t last, uint32_t* packed,
+               Segment* segments);
+  // The outputs of blocks [first, last), `step` at a time; `next` is the block that this thread will be given then, and
+  // `totals` has room for every row and `step` blocks.
+  void (*run)(const Weights&, const Rows&, const Result&, int64_t first, int64_t last, int64_t next, int64_t step,
+              float* totals);
 };
 
 inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * tile / rows.tiles; }

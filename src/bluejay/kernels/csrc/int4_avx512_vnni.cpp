@@ -60,12 +60,14 @@ Segment pack_segment(const float* x, int64_t chunks, uint32_t* packed, int64_t s
     // What q, r and p stand for: 256 q + p and 256 r + 16 p.
     units = _mm512_add_epi32(units, _mm512_slli_epi32(_mm512_add_epi32(q, r), 8));
     units = _mm512_add_epi32(units, _mm512_add_epi32(p, _mm512_slli_epi32(p, 4)));
-    uint32_t words[3][4];
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[0]), _mm512_cvtepi32_epi8(q));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[1]), _mm512_cvtepi32_epi8(r));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(words[2]), _mm512_cvtepi32_epi8(p));
-    for (int64_t i = 0; i < smaller(left, 4); ++i)
-      for (int part = 0; part < 3; ++part) packed[(c + i) * stride + part] = words[part][i];
+    const __m128i words[3] = {_mm512_cvtepi32_epi8(q), _mm512_cvtepi32_epi8(r), _mm512_cvtepi32_epi8(p)};
+    uint32_t* to = packed + c * stride;
+    for (int part = 0; part < 3; ++part) {
+      to[part] = _mm_extract_epi32(words[part], 0);
+      if (left > 1) to[stride + part] = _mm_extract_epi32(words[part], 1);
+      if (left > 2) to[2 * stride + part] = _mm_extract_epi32(words[part], 2);
+      if (left > 3) to[3 * stride + part] = _mm_extract_epi32(words[part], 3);
+    }
   }
   if (!is_finite) return {sum, __builtin_nanf(""), 0};
   const float step = unit / 256;
@@ -74,11 +76,13 @@ Segment pack_segment(const float* x, int64_t chunks, uint32_t* packed, int64_t s
   return {sum, step, __builtin_fabs(lost) < 64 * chunks + 64 ? int32_t(__builtin_lrint(7.5 * lost)) : 0};
 }
 
-void pack(const Weights& w, const float* x, int64_t rows, uint32_t* packed, Segment* segments) {
+void pack(const Weights& w, const float* x, int64_t rows, int64_t first, int64_t last, uint32_t* packed,
+          Segment* segments) {
+  const int64_t start = first * w.segment_chunks, chunks = end_of(w, last - 1) - start;
   for (int64_t m = 0; m < rows; ++m)
-    for (int64_t s = 0; s < w.segments; ++s) {
+    for (int64_t s = first; s < last; ++s) {
       const int64_t begin = s * w.segment_chunks;
-      segments[s * rows + m] = pack_segment(x + (m * w.chunks + begin) * 8, end_of(w, s) - begin,
+      segments[s * rows + m] = pack_segment(x + (m * chunks + begin - start) * 8, end_of(w, s) - begin,
                                             packed + (begin * rows + m) * 3, rows * 3);
     }
 }

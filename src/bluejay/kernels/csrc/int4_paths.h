@@ -77,24 +77,30 @@ inline void finish(const Result& result, const float* totals, int64_t row, int64
   }
 }
 
+inline int64_t end_of(const Weights& w, int64_t segment) {
+  const int64_t end = (segment + 1) * w.segment_chunks;
+  return end < w.chunks ? end : w.chunks;
+}
+
 // x in fp32, [chunks * 8, rows]: for paths that multiply floats.
-inline void pack_floats(const Weights& w, const float* x, int64_t rows, uint32_t* packed, Segment* segments) {
-  const int64_t width = w.chunks * 8, length = w.segment_chunks * 8;
-  auto* to = reinterpret_cast<float*>(packed);
+inline void pack_floats(const Weights& w, const float* x, int64_t rows, int64_t first, int64_t last, uint32_t* packed,
+                        Segment* segments) {
+  const int64_t begin = first * w.segment_chunks * 8, width = end_of(w, last - 1) * 8 - begin;
+  auto* to = reinterpret_cast<float*>(packed) + begin * rows;
   for (int64_t m = 0; m < rows; ++m) {
     const float* row = x + m * width;
     for (int64_t k = 0; k < width; ++k) to[k * rows + m] = row[k];
-    for (int64_t s = 0; s < w.segments; ++s) {
-      const int64_t end = (s + 1) * length < width ? (s + 1) * length : width;
+    for (int64_t s = first; s < last; ++s) {
       float sum = 0;
-      for (int64_t k = s * length; k < end; ++k) sum += row[k];
+      for (int64_t k = s * w.segment_chunks * 8 - begin; k < end_of(w, s) * 8 - begin; ++k) sum += row[k];
       segments[s * rows + m] = {sum, 0, 0};
     }
   }
 }
 
 // What comes from memory next, and the share of it that a tile asks for while it computes: of every `parts` vectors of
-// codes the one after `part`, and the first tile the scales. All tiles together ask for all, evenly, so that memory is as busy as the processor.
+// codes the one after `part`, and the first tile the scales. All tiles together ask for all, evenly, so that memory is
+// as busy as the processor.
 struct Ahead {
   int64_t block, segment;
   int64_t part, parts;
@@ -121,21 +127,21 @@ struct Kernels {
   }
 };
 
-// Outputs of blocks [first, last), kStep blocks at a time; `next` is where the thread goes on afterwards.
+// Outputs of blocks [first, last), `step` of at most kStep at a time; `next` is where the thread goes on afterwards.
 template <int kStep, int kRows>
 void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
-              float* totals) {
+              int64_t step, float* totals) {
   static constexpr Kernels<kStep, kRows> kernels;
-  const int64_t pass = larger(1, kCacheBytes / (64 * kStep * w.segment_chunks));
-  for (int64_t block = first; block < last; block += kStep) {
-    const int64_t count = smaller(kStep, last - block);
+  const int64_t pass = larger(1, kCacheBytes / (64 * step * w.segment_chunks));
+  for (int64_t block = first; block < last; block += step) {
+    const int64_t count = smaller(step, last - block);
     memset(totals, 0, rows.count * count * kOutputs * sizeof(float));
     for (int64_t from = 0; from < w.segments; from += pass) {
       const int64_t to = smaller(from + pass, w.segments);
       for (int64_t tile = 0; tile < rows.tiles; ++tile) {
         const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
         const Ahead ahead = to < w.segments ? Ahead{block, to, tile, rows.tiles}
-                                            : Ahead{block + kStep < last ? block + kStep : next, 0, tile, rows.tiles};
+                                            : Ahead{block + step < last ? block + step : next, 0, tile, rows.tiles};
         kernels.of[count - 1][size - 1](w, block, from, to, rows.x + begin * rows.words,
                                         rows.segments + begin * w.segments, totals + begin * count * kOutputs, ahead);
       }
@@ -147,11 +153,6 @@ void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t 
           finish(result, totals + (begin * count + b * size + m) * kOutputs, begin + m, (block + b) * kOutputs);
     }
   }
-}
-
-inline int64_t end_of(const Weights& w, int64_t segment) {
-  const int64_t end = (segment + 1) * w.segment_chunks;
-  return end < w.chunks ? end : w.chunks;
 }
 
 inline int64_t group_of(const Weights& w, int64_t block, int64_t segment) {
