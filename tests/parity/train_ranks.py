@@ -27,7 +27,8 @@ from bluejay.config import DataConfig, Layout, ModelConfig, OptimizerConfig, Run
 from bluejay.errors import BluejayError
 from bluejay.events import Event
 from bluejay.models import GPTJ
-from bluejay.parallel import Rank, apply, as_one, build_mesh, join, leave
+from bluejay.parallel import PlannedStep, Rank, apply, as_one, build_mesh, join, leave
+from bluejay.parallel.cut import _own_randomness
 from bluejay.train import Rows, Samples, Trainer, TrainingError, plan_of, ranks_of, step_of
 
 WORLD = 4
@@ -207,11 +208,26 @@ def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: 
         return
     whole, weights = alone(config)
     assert stopped.stopped == "interrupted"
-    assert one.curve() + two.curve() == pytest.approx(whole.curve(), rel=1e-4), (
-        f"{one.curve()} {two.curve()} {whole.curve()}"
-    )
+    assert one.curve() + two.curve() == pytest.approx(whole.curve(), rel=1e-4)
     same_weights(found, weights, 1e-3)
     same_weights(average, whole.trainer._average, 1e-3)
+
+
+def stale_check(layout: Layout) -> None:
+    """Weights that change after an evaluation are those of the next pass, forward and backward."""
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    run = trainer_over(replace(BASE, parallel=layout), folder_for("stale"), mesh=mesh)
+    batch, step = TRAIN.batch(np.arange(2), 2), run.trainer._step
+    assert isinstance(step, PlannedStep)
+    losses = [float(step.loss(batch))]
+    run.trainer.weights.set({name: value * 0.5 for name, value in run.trainer.weights.values().items()})
+    losses += [float(step.loss(batch)), float(step.gradients([batch], torch.ones(()), [0]))]
+    run.trainer.weights.forget_gradients()
+    losses.append(float(step.loss(batch)))
+    assert losses[1:] == pytest.approx([losses[3]] * 3, rel=1e-6), losses
+    assert losses[0] != pytest.approx(losses[1], rel=0.01), "the weights did not change"
 
 
 def overflow_check(layout: Layout) -> None:
@@ -269,6 +285,39 @@ def _failing(save: Callable[..., Any], full: Callable[..., None]) -> Callable[..
     return lambda update, write, *rest: save(update, full if update == 4 else write, *rest)
 
 
+def dropout_check() -> None:
+    """Two ranks that share a layer drop the same of its two sums, and of their own heads each its own."""
+    layout = LAYOUTS["tensor 2"]
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    made = plan_of(replace(BASE, parallel=layout), MODEL)
+    whole, cut = noisy_model(MODEL), apply(noisy_model(MODEL), made, mesh)[0]
+    block: Any = whole.transformer.h[0]
+    part: Any = cut.transformer.h[0].train()
+    part.drop.p = 0.5
+    x = torch.randn(2, 6, MODEL.n_embd, generator=torch.Generator().manual_seed(1))
+    where = whole.locate(torch.zeros(2, 6, dtype=torch.int64), None, None)
+    torch.manual_seed(3)
+    found = part(x, where, None)
+    torch.manual_seed(3)
+    kept = [torch.nn.functional.dropout(torch.ones_like(x), 0.5) for _ in range(2)]
+    normed = block.ln_1(x)
+    wanted = block.attn(normed, where, None) * kept[0] + block.mlp(normed) * kept[1] + x
+    part.attn.dropout = 0.5
+    torch.manual_seed(4)
+    result = part(x, where, None)
+    after = torch.rand(3)
+    with _own_randomness(dist.get_rank(), torch.device("cpu")):
+        own = torch.rand(3)
+    told: list[Any] = [None] * 2
+    dist.all_gather_object(told, (result, after, own, torch.rand(3)), group=GROUPS[2])
+    assert torch.allclose(found, wanted, atol=1e-4)
+    for i in (0, 1, 3):
+        assert torch.equal(told[0][i], told[1][i]), i
+    assert not torch.equal(told[0][2], told[1][2])
+
+
 def refused_check() -> None:
     """Catches adapters, packing, Muon and half a master over parts of matrices, which would train something else."""
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -302,15 +351,17 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     sharded = LAYOUTS["data 2 sharded"]
     every.append(("resumed, pipeline 2 to data 2 sharded", partial(resume_check, PIPELINE, sharded, async_save=True)))
     every.append(("resumed, data 2 sharded to tensor 2", partial(resume_check, sharded, LAYOUTS["tensor 2"])))
-    for name in ("pipeline 2", "data 2 sharded", "data 2"):
+    for name in ("pipeline 2", "tensor 2", "data 2 sharded", "data 2"):
         again = partial(resume_check, LAYOUTS[name], LAYOUTS[name], bitwise=True, dropout=0.1)
         every.append((f"bitwise, {name}", again))
+    every.append(("changed after an evaluation", partial(stale_check, sharded)))
     for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
         every.append((f"overflow, {name}", partial(overflow_check, LAYOUTS[name])))
     for name in ("pipeline 2 x tensor 2", "data 2 sharded"):
         every.append((f"nan, {name}", partial(nan_check, LAYOUTS[name])))
     for in_background in (False, True):
         every.append((f"full disk, {in_background}", partial(disk_check, PIPELINE, in_background)))
+    every.append(("dropout, tensor 2", dropout_check))
     every.append(("refused", refused_check))
     return every
 

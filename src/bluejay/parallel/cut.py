@@ -7,6 +7,8 @@ the bias of the MLP's second matrix is added after it, once. Parameters keep the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -22,6 +24,7 @@ class CutEmbedding(nn.Module):
     """One rank's rows of the embedding, from `first` on; the sum over ranks is the whole one's answer."""
 
     first: Tensor
+    keeps_full_precision = True  # as the whole one's: its gradient adds up a row for every occurrence of a token
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Product(nn.Module):
             self.packed = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = self.packed(x) if self.packed is not None else F.linear(x, self.weight)
+        product: Tensor = self.packed(x) if self.packed is not None else F.linear(x, self.weight.to(x.dtype))
         return product
 
 
@@ -82,7 +85,7 @@ class CutHead(Product):
         return self.ranks.gather(self._columns(x))[..., : self.vocab_size]
 
     def _columns(self, x: Tensor) -> Tensor:
-        return super().forward(self.ranks.copy_in(x)) + self.bias
+        return super().forward(self.ranks.copy_in(x)) + self.bias.to(x.dtype)  # fp32 where shared, or shared out
 
 
 class CutBlock(nn.Module):
@@ -96,8 +99,23 @@ class CutBlock(nn.Module):
 
     def forward(self, x: Tensor, where: Where, cache: LayerCache | None) -> Tensor:
         normed = self.ranks.copy_in(self.ln_1(x))
-        both = self.ranks.sum(self.attn(normed, where, cache) + self.mlp(normed))
-        return self.drop(both + self.mlp.fc_out.bias) + x
+        bias = self.mlp.fc_out.bias
+        if not self.training or not (self.drop.p or self.attn.dropout):
+            return self.ranks.sum(self.attn(normed, where, cache) + self.mlp(normed)) + bias + x
+        # All ranks drop the same elements of the two sums: what is dropped of each part is dropped of the sum.
+        of_attention, of_mlp = self.drop(torch.ones_like(x)), self.drop(torch.ones_like(x))
+        with _own_randomness(self.ranks.index, x.device):
+            mixed = self.attn(normed, where, cache)
+        return self.ranks.sum(mixed * of_attention + self.mlp(normed) * of_mlp) + bias * of_mlp + x
+
+
+@contextmanager
+def _own_randomness(index: int, device: torch.device) -> Iterator[None]:
+    """Inside, this rank draws what no other does (for its own heads); outside all go on drawing the same."""
+    seed = int(torch.randint(1 << 62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + index)
+        yield
 
 
 def cut_part(name: str, tensor: Tensor, index: int, parts: int) -> Tensor:

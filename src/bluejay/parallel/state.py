@@ -7,6 +7,7 @@ all of them, and what one layout has written another can go on from.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,23 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
             held[name] = part.cpu()
     if place["replica"] > 0 or place["tensor"] > 0:
         return {}
-    if stages is not None:
-        everyone: list[dict[str, Tensor]] | None = [{}] * plan.layout.num_stages if place["stage"] == 0 else None
-        dist.gather_object(held, everyone, group=stages, group_dst=0)
-        held = {name: value for found in everyone or [] for name, value in found.items()}
+    return held if stages is None else _from_stages(held, stages, torch.device(mesh.device_type))
+
+
+def _from_stages(held: dict[str, Tensor], stages: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+    """Every stage's tensors, on the first one. They are sent one by one: no more than one is held twice."""
+    mine = [(name, part.shape, part.dtype) for name, part in held.items()]
+    listed: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(listed, mine, group=stages)
+    if dist.get_rank(stages) > 0:
+        for part in held.values():
+            dist.send(part.to(device).contiguous(), group=stages, group_dst=0)
+        return {}
+    for stage, tensors in enumerate(listed[1:], 1):
+        for name, shape, dtype in tensors:
+            part = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(part, group=stages, group_src=stage)
+            held[name] = part.cpu()
     return held
 
 

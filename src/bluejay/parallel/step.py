@@ -227,7 +227,7 @@ class PlannedStep:
         return logits
 
     def _let_go(self) -> None:
-        """Forget what was gathered for a forward pass that no backward pass follows: weights may change before the next.
+        """Forget what was gathered for a forward pass that no backward pass follows: weights may change before another.
 
         What is shared out lets go by itself after a backward pass, and all but the outermost module after each pass.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,8 +34,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device_memory: int = 0) -> 
         master_weights=config.masters,
         recompute=config.recompute,
     )
-    dropped = replace(model, resid_pdrop=config.dropout, attn_pdrop=config.dropout, embd_pdrop=config.dropout)
-    return plan(dropped, config.parallel, work, device_memory)
+    return plan(model, config.parallel, work, device_memory)
 
 
 def ranks_of(plan: Plan, mesh: DeviceMesh | None) -> Ranks:
