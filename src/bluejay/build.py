@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from bluejay.checkpoint import Tokenizer, load_tokenizer, load_weights, open_checkpoint, read_config, save_checkpoint
 from bluejay.compile import Bound as Program
 from bluejay.compile import Executable, Job, Store, compile, compile_all
-from bluejay.config import CompileSpec, ModelConfig, QuantSpec, RunConfig, Workload
+from bluejay.config import CompileSpec, Layout, ModelConfig, QuantSpec, RunConfig, Workload
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.kernels import ensure as ensure_kernels
@@ -33,6 +34,7 @@ __all__ = [
     "Programs",
     "build",
     "build_fresh",
+    "digest_of_files",
     "fake_quantize",
     "is_packed",
     "locate",
@@ -42,6 +44,10 @@ __all__ = [
 ]
 
 BUNDLED = Path(__file__).parent / "assets"
+
+# Of a file in the digest of a model: up to what size all of it counts, and what counts of a larger one.
+WHOLE_FILE_BYTES = 64 * 2**20
+HEAD_BYTES, SAMPLE_BYTES, NUM_SAMPLES = 2**20, 2**16, 64
 
 
 class Programs:
@@ -67,7 +73,7 @@ class Programs:
             MachineError: as `program`.
         """
         device = str(built.device)
-        wanted = [Job(step, examples, self._label(label), device) for step, examples, label in jobs]
+        wanted = [Job(step, examples, self.label(label), device) for step, examples, label in jobs]
         if self._meeting is not None:
             index, count = self._meeting.index, self._meeting.count
             wanted = [job for first in range(count) for job in wanted[(index + first) % count :: count]]
@@ -90,7 +96,7 @@ class Programs:
         """
 
         def make(spec: CompileSpec) -> Executable:
-            told = self._label(label)
+            told = self.label(label)
             return compile(step, examples, spec, self.store, self._observe, device=built.device, label=told)
 
         try:
@@ -106,7 +112,8 @@ class Programs:
         host = {} if self._meeting is None else self._meeting.host_functions()
         return executable.bind(step, host) if built.has_weights else None
 
-    def _label(self, label: str) -> str:
+    def label(self, label: str) -> str:
+        """What a program is for, with the part of the model that this rank holds."""
         return label if self._meeting is None else f"{label}, {self._meeting.part}"
 
 
@@ -154,9 +161,11 @@ def build(
 
     Raises:
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
-        ConfigError: `context` exceeds the model's window, or `quantize` does not fit the model.
+        ConfigError: `context` exceeds the model's window, `quantize` does not fit the model, or the mesh is not that of
+            the layout.
         MachineError: no such device here.
     """
+    _check_mesh(run.layout if plan is None else plan.layout, mesh)
     device = pick_device(run.device)
     checkpoint = open_checkpoint(locate(run.model), offline=run.offline, observe=observe)
     origin = QuantizedSource(checkpoint, run.quantize, strict=run.strict) if run.quantize else checkpoint
@@ -195,6 +204,22 @@ def build(
     )
 
 
+def _check_mesh(layout: Layout, mesh: DeviceMesh | None) -> None:
+    """
+    Raises:
+        ConfigError: the layout wants other ranks than there are.
+    """
+    wanted = (layout.replicas, layout.num_stages, layout.tensor)
+    found = (1, 1, 1) if mesh is None else tuple(mesh.shape)
+    if wanted != found:
+        raise ConfigError(
+            asked=f"a model over {wanted[0]} replicas x {wanted[1]} stages x tensor parallel degree {wanted[2]}",
+            found="no mesh" if mesh is None else f"a mesh of {' x '.join(map(str, found))}",
+            rule="each device of a layout is one rank of a mesh",
+            fix="start ranks (bluejay generate --devices N, or torchrun) and give load the mesh of the layout",
+        )
+
+
 def _plan(run: RunConfig, config: ModelConfig, dtype: torch.dtype, packing: QuantSpec | None, context: int) -> Plan:
     """The plan of a run's layout.
 
@@ -217,6 +242,33 @@ def _plan(run: RunConfig, config: ModelConfig, dtype: torch.dtype, packing: Quan
         context=context,
     )
     return plan(config, run.layout, work)
+
+
+def digest_of_files(run: RunConfig) -> str:
+    """A digest of a model's directory, for ranks to compare: on each host the files must say the same.
+
+    It covers every file's name and size, and the content of those up to 64 MiB (configuration, tokenizer, index). Of
+    larger ones it covers the first MiB, which holds the header of a safetensors file and so every tensor's name, shape
+    and place, and 64 KiB at each of 64 places spread over the rest: a fine-tune differs nearly everywhere. What differs
+    between these places only is not seen.
+
+    Raises:
+        CheckpointError: the model's directory is incomplete, damaged or not GPT-J.
+    """
+    total = hashlib.sha256()
+    directory = open_checkpoint(locate(run.model), offline=run.offline).directory
+    for file in sorted(file for file in directory.iterdir() if file.is_file() and not file.name.startswith(".")):
+        num_bytes = file.stat().st_size
+        total.update(f"{file.name}\0{num_bytes}\0".encode())
+        with file.open("rb") as stream:
+            if num_bytes <= WHOLE_FILE_BYTES:
+                total.update(stream.read())
+                continue
+            total.update(stream.read(HEAD_BYTES))
+            for i in range(NUM_SAMPLES):
+                stream.seek(HEAD_BYTES + i * (num_bytes - HEAD_BYTES - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                total.update(stream.read(SAMPLE_BYTES))
+    return total.hexdigest()
 
 
 def build_fresh(run: RunConfig, seed: int, *, mesh: DeviceMesh | None = None, plan: Plan | None = None) -> Built:

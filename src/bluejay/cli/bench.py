@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ import typer
 from bluejay.cli.bench_quantization import quantization
 from bluejay.cli.display import Display
 from bluejay.cli.environment import preferred_compiler
+from bluejay.files import temporary_folder
 
 bench = typer.Typer(name="bench", help="Measure what helps to choose a setting on this machine.", no_args_is_help=True)
 bench.command()(quantization)
@@ -56,7 +56,7 @@ def decode_loops(
     prompt = list(range(5, 17))
     config = GenerationConfig(max_new_tokens=new, temperature=1.0, seed=1, ignore_eos=True)
     engines, compiling = {}, {}
-    with tempfile.TemporaryDirectory(prefix="bluejay-bench-") as folder, Display(quiet=json) as display:
+    with temporary_folder() as folder, Display(quiet=json) as display:
         for loop in ("host", "device", "unrolled"):
             engine = bluejay.load(
                 model,

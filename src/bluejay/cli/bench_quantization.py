@@ -5,7 +5,6 @@ from __future__ import annotations
 import html as html_format
 import json as json_format
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from bluejay.cli.environment import cache_folder, preferred_compiler
 from bluejay.cli.evaluate import TASKS, Options, read_text
 from bluejay.cli.quantize import calibration_ids
 from bluejay.errors import RequestError
+from bluejay.files import temporary_folder
 
 if TYPE_CHECKING:
     from bluejay.config import QuantSpec
@@ -93,7 +93,7 @@ def quantization(
     from bluejay.checkpoint import open_checkpoint
     from bluejay.quant import QuantizedSource, quantize_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="bluejay-bench-") as folder, Display(quiet=json) as display:
+    with temporary_folder() as folder, Display(quiet=json) as display:
         original = open_checkpoint(locate(model), offline=offline, observe=display)
         for spec in specs:
             QuantizedSource(original, spec)  # what does not fit the model is told before anything is measured

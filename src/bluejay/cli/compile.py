@@ -12,6 +12,8 @@ import typer
 
 from bluejay.cli.display import Display
 from bluejay.cli.environment import cache_folder, preferred_compiler
+from bluejay.cli.generate import common
+from bluejay.cli.launch import device_of_rank, is_heard, is_starter, layout_of, ranks, start_ranks
 
 if TYPE_CHECKING:
     from bluejay.build import Built
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
 
 
 def compile(
+    program: typer.Context,
     model: Annotated[str, typer.Argument(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
     batch: Annotated[int, typer.Option(help="Rows at once, at most.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="Ranks that will hold the model together.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; other devices share layers.")] = 1,
     blocks: Annotated[str, typer.Option(help="auto, inline (one program), shared (one per kind of layer).")] = "auto",
     target_file: Annotated[Path | None, typer.Option(help="YAML: the machine to compile for.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of compiled programs.")] = None,
@@ -33,6 +38,9 @@ def compile(
     json: Annotated[bool, typer.Option(help="Print one JSON object.")] = False,
 ) -> None:
     """Compile all programs for a model and a job; later runs of the same kind start at once."""
+    layout = layout_of(devices, stages)
+    if is_starter(devices):  # ranks compile with the cores that they will run with, and each what its part needs
+        raise typer.Exit(start_ranks(program.obj, devices))
     from bluejay.build import build
     from bluejay.config import load_target
     from bluejay.generate import compile_ahead, run_config
@@ -45,19 +53,27 @@ def compile(
         quantize=quantize,
         context=context,
         max_rows=batch,
-        device=device,
+        device=device_of_rank(device),
+        layout=layout,
         offline=offline,
         blocks=blocks,
         threads=target.threads if target else 0,
         cxx=preferred_compiler(),
         cache=str(cache or cache_folder()),
     )
-    with Display(quiet) as display:
-        built = build(run, display, weights=False)
+    quiet = quiet or not is_heard()
+    with ranks(layout, [common(run)], run.device) as mesh, Display(quiet) as display:
+        built = build(run, display, weights=False, mesh=mesh)
         if target:
             _check(target, built)
         labels = compile_ahead(built)
-    compilations = built.programs.store.compilations
+        made = [(labels, built.programs.store.compilations)]
+        if mesh is not None:
+            from bluejay.parallel import from_all
+
+            made = from_all(made[0])
+    labels = list(dict.fromkeys(label for of_rank, _ in made for label in of_rank))
+    compilations = sum(count for _, count in made)
     seconds = time.perf_counter() - started
     if json:
         record = {"programs": labels, "compilations": compilations, "seconds": seconds, "cache": run.cache}

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bluejay.errors import ConfigError
+
 if TYPE_CHECKING:
     from bluejay.parallel import Rank
 
@@ -35,15 +37,36 @@ def keep_compiled_steps(folder: Path) -> None:
 
 
 def rank_of_launcher() -> Rank | None:
-    """Which rank this process is, by the variables that torchrun and its like set; None when it is none."""
+    """Which rank this process is, by the variables that torchrun and its like set; None when it is none.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     from bluejay.parallel import Rank
 
+    listener = _number("BLUEJAY_LISTENER", -1)
     return Rank(
-        index=int(os.environ["RANK"]),
-        count=int(os.environ["WORLD_SIZE"]),
+        index=_number("RANK"),
+        count=_number("WORLD_SIZE"),
         host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=int(os.environ.get("MASTER_PORT", "29500")),
+        port=_number("MASTER_PORT", 29500),
         keeps_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        listener=None if listener < 0 else listener,
+        local=_number("LOCAL_RANK", 0),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
     )
+
+
+def _number(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            asked=f"the rank that {name} names",
+            found=f"{name}={text!r}",
+            rule="launchers set whole numbers",
+            fix=f"unset {name}, or start ranks with torchrun or --devices",
+        ) from None

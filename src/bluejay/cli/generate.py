@@ -12,11 +12,12 @@ import typer
 
 from bluejay.cli.display import Display
 from bluejay.cli.environment import cache_folder, preferred_compiler
-from bluejay.cli.launch import is_starter, layout_of, ranks, start_ranks
+from bluejay.cli.launch import device_of_rank, is_heard, is_starter, layout_of, ranks, start_ranks
 from bluejay.config import GenerationConfig
 from bluejay.errors import RequestError
 
 if TYPE_CHECKING:
+    from bluejay.config import RunConfig
     from bluejay.generate import Completion, Engine, Generation, TokenLogprob
 
 _DEFAULT = GenerationConfig()
@@ -26,6 +27,7 @@ def generate(
     program: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; `-` or nothing reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Read one prompt a line; they are answered together.")] = None,
     model: Annotated[str, typer.Option(help="`nano` (bundled), a checkpoint directory, or a hub id.")] = "nano",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = _DEFAULT.max_new_tokens,
     min_new_tokens: Annotated[int, typer.Option(help="Tokens to write before an end of text may come.")] = 0,
@@ -84,76 +86,105 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         over_window=over_window,
     )
-    has_prompt = prompt is not None or file is not None
+    has_prompt = any(given is not None for given in (prompt, file, prompts))
     _check_together(config, has_prompt=has_prompt, interactive=interactive, json=json, echo=echo)
     layout = layout_of(devices, stages)
     if layout.num_devices > 1:
-        backend = _check_ranks(backend, interactive)
+        _check_ranks(interactive, loop)
     if is_starter(devices):
         raise typer.Exit(start_ranks(program.obj, devices))
 
-    import bluejay
+    from bluejay.build import build, digest_of_files
+    from bluejay.generate import Engine, run_config
 
+    device = device_of_rank(device)
+    run = run_config(
+        model,
+        dtype or None,
+        quantize=quantize,
+        device=device,
+        context=context,
+        backend=backend,
+        cxx=preferred_compiler(),
+        cache=str(cache or cache_folder()),
+        loop=loop,
+        iterations=iterations,
+        strict=strict,
+        verify=verify,
+        offline=offline,
+        layout=layout,
+    )
+    asked = [config, common(run), digest_of_files(run)] if layout.num_devices > 1 else []
     warnings: list[str] = []
-    asked = [config, model, dtype, quantize, context, layout]
+    quiet = quiet or not is_heard()
     with ranks(layout, asked, device) as mesh, Display(quiet) as display:
-        text = None if interactive else _prompt_for_all(mesh, prompt, file)
+        texts = [] if interactive else _prompts_for_all(mesh, prompt, file, prompts)
 
         def observe(event: Any) -> None:
             if event.name == "warning":
                 warnings.append(event.fields["text"])
             display(event)
 
-        engine = bluejay.load(
-            model,
-            dtype=dtype or None,
-            quantize=quantize,
-            device=device,
-            context=context,
-            backend=backend,
-            cxx=preferred_compiler(),
-            cache=str(cache or cache_folder()),
-            loop=loop,
-            iterations=iterations,
-            max_rows=max(config.num_beams, min(config.n, 8)),
-            strict=strict,
-            verify=verify,
-            offline=offline,
-            layout=layout,
-            mesh=mesh,
-            observe=observe,
-        )
-        if text is None:
+        max_rows = max(config.num_beams, min(config.n * len(texts), 8), 1)
+        engine = Engine(build(dataclasses.replace(run, max_rows=max_rows), observe, mesh=mesh))
+        if interactive:
             _take_turns(engine, config, quiet)
             return
-        result = _run(engine, text, config, echo=echo, silent=json)
+        results = _run(engine, texts, config, echo=echo, silent=json)
         if json:
-            record = _as_dict(engine, model, text, result, warnings)
-            print(json_format.dumps(record, ensure_ascii=False))
+            answers = [_as_dict(text, result) for text, result in zip(texts, results, strict=True)]
+            about = _about(engine, results, warnings, mesh)
+            record = {"prompts": answers} if prompts else answers[0]
+            print(json_format.dumps({"model": model, **record, **about}, ensure_ascii=False))
         if not quiet:
-            print(_figures_line(engine, result), file=sys.stderr)
+            print(_figures_line(engine, results), file=sys.stderr)
 
 
-def _check_ranks(backend: str, interactive: bool) -> str:
-    """The back-end for several ranks; refuses what they cannot do."""
-    if backend == "inductor" or interactive:
+def common(run: RunConfig) -> RunConfig:
+    """What of a run all ranks must have been asked alike: all but where each keeps things, and its own device."""
+    spec = dataclasses.replace(run.compile, cxx="")
+    return dataclasses.replace(run, cache="", device=run.device.partition(":")[0], compile=spec)
+
+
+def _check_ranks(interactive: bool, loop: str) -> None:
+    """Refuse what several ranks cannot do, before they are started."""
+    if interactive or loop == "unrolled":
         raise RequestError(
-            asked="--devices above 1 with " + ("--interactive" if interactive else "--backend inductor"),
-            found="programs for one device" if not interactive else "one rank that hears the terminal",
-            rule="several ranks run eagerly, on one prompt",
+            asked="--devices above 1 with " + ("--interactive" if interactive else "--loop unrolled"),
+            found="one rank that hears the terminal" if interactive else "a whole answer as one program",
+            rule="ranks take their prompts at the start, and settle on each token between two programs",
             fix="leave it out",
         )
-    return "eager"
 
 
-def _prompt_for_all(mesh: Any, prompt: str | None, file: Path | None) -> str:
-    """The prompt, read once: by the first rank, when there are several."""
+def _prompts_for_all(mesh: Any, prompt: str | None, file: Path | None, prompts: Path | None) -> list[str]:
+    """The prompts, read once: by the first rank, when there are several."""
     if mesh is None:
-        return _read_prompt(prompt, file)
+        return _read_prompts(prompt, file, prompts)
     from bluejay.parallel import from_first
 
-    text = from_first(_read_prompt(prompt, file) if mesh.get_rank() == 0 else "")
-    return text
+    return from_first(_read_prompts(prompt, file, prompts) if mesh.get_rank() == 0 else [])
+
+
+def _read_prompts(prompt: str | None, file: Path | None, prompts: Path | None) -> list[str]:
+    if prompts is None:
+        return [_read_prompt(prompt, file)]
+    if prompt is not None or file is not None:
+        raise RequestError(
+            asked=f"--prompts {prompts} and another prompt",
+            found=repr(prompt[:40]) if prompt is not None else f"--file {file}",
+            rule="prompts come from one place",
+            fix="leave one out",
+        )
+    lines = _read_prompt(None, prompts).split("\n")
+    if empty := [number for number, line in enumerate(lines, start=1) if not line]:
+        raise RequestError(
+            asked=f"the prompts in {prompts}",
+            found=f"nothing in line {empty[0]}",
+            rule="every line is a prompt",
+            fix="remove the line",
+        )
+    return lines
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -214,22 +245,26 @@ def _check_together(config: GenerationConfig, *, has_prompt: bool, interactive: 
         )
 
 
-def _run(engine: Engine, text: str, config: GenerationConfig, *, echo: bool, silent: bool) -> Generation:
-    """Run the request; stream a single answer as it comes, print several when all are complete."""
+def _run(engine: Engine, texts: list[str], config: GenerationConfig, *, echo: bool, silent: bool) -> list[Generation]:
+    """Answer the prompts together; a single answer is streamed as it comes, several are printed when complete."""
     streamed = config.n == 1 and not silent
-    if echo and not silent:
-        print(text, end="", flush=True)
-    request = engine.submit(text, config)
-    for piece in engine.pieces(request):
+    requests = [engine.submit(text, config) for text in texts]
+    results = []
+    for number, (text, request) in enumerate(zip(texts, requests, strict=True), start=1):
+        if len(texts) > 1 and not silent:
+            print(f"=== prompt {number} of {len(texts)}")
+        if echo and not silent:
+            print(text, end="", flush=True)
+        for piece in engine.pieces(request):
+            if streamed:
+                print(piece, end="", flush=True)
+        results.append(engine.collect(request))
         if streamed:
-            print(piece, end="", flush=True)
-    result = engine.collect(request)
-    if streamed:
-        print()
-    elif not silent:
-        for i, completion in enumerate(result.completions, start=1):
-            print(f"{_heading(i, completion, config.n)}\n{completion.text}\n")
-    return result
+            print()
+        elif not silent:
+            for i, completion in enumerate(results[-1].completions, start=1):
+                print(f"{_heading(i, completion, config.n)}\n{completion.text}\n")
+    return results
 
 
 def _heading(i: int, completion: Completion, total: int) -> str:
@@ -271,7 +306,7 @@ def _take_turns(engine: Engine, config: GenerationConfig, quiet: bool) -> None:
             ids += engine.tokenizer.encode(answer.text) if answer.stop_reason == "stop" else answer.ids
 
 
-def _figures_line(engine: Engine, result: Generation) -> str:
+def _figures_line(engine: Engine, results: list[Generation]) -> str:
     from bluejay.machine import peak_memory_bytes
     from bluejay.units import format_bytes, format_seconds
 
@@ -282,19 +317,32 @@ def _figures_line(engine: Engine, result: Generation) -> str:
         parts.append(f"{figures.prompt_tokens} prompt tokens at {rate:,.0f}/s")
     if figures.new_tokens:
         rate = figures.new_tokens / figures.decode_seconds
-        total = sum(len(c.ids) for c in result.completions)
+        total = sum(len(c.ids) for result in results for c in result.completions)
         parts.append(f"{total} new tokens, decoded at {rate:,.0f}/s")
-    if result.first_token_seconds is not None:
-        parts.append(f"first after {format_seconds(result.first_token_seconds)}")
+    if results[0].first_token_seconds is not None:
+        parts.append(f"first after {format_seconds(results[0].first_token_seconds)}")
     if figures.compile_seconds >= 0.1:
         parts.append(f"programs {format_seconds(figures.compile_seconds)}")
     parts.append(f"peak memory {format_bytes(peak_memory_bytes())}")
     return "bluejay: " + ", ".join(parts)
 
 
-def _as_dict(engine: Engine, model: str, text: str, result: Generation, warnings: list[str]) -> dict[str, Any]:
+def _about(engine: Engine, results: list[Generation], warnings: list[str], mesh: Any) -> dict[str, Any]:
+    """What the run did: figures and warnings, and over several ranks those of each."""
     from bluejay.machine import peak_memory_bytes
 
+    figures = dataclasses.asdict(engine.figures)
+    figures["first_token_seconds"] = results[0].first_token_seconds
+    figures["peak_memory_bytes"] = peak_memory_bytes()
+    record = {"figures": figures, "warnings": warnings}
+    if mesh is None:
+        return record
+    from bluejay.parallel import from_all
+
+    return {**record, "ranks": from_all({"rank": mesh.get_rank(), **record})}
+
+
+def _as_dict(text: str, result: Generation) -> dict[str, Any]:
     def entry(token: TokenLogprob) -> dict[str, Any]:
         return {"id": token.id, "logprob": token.logprob, "top": [list(pair) for pair in token.top]}
 
@@ -311,7 +359,6 @@ def _as_dict(engine: Engine, model: str, text: str, result: Generation, warnings
             fields["logprobs"] = [entry(token) for token in completion.logprobs]
         completions.append(fields)
     record: dict[str, Any] = {
-        "model": model,
         "prompt": text,
         "prompt_ids": list(result.prompt_ids),
         "seed": result.seed,
@@ -319,7 +366,4 @@ def _as_dict(engine: Engine, model: str, text: str, result: Generation, warnings
     }
     if result.prompt_logprobs is not None:
         record["prompt_logprobs"] = [entry(token) for token in result.prompt_logprobs]
-    figures = dataclasses.asdict(engine.figures)
-    figures["first_token_seconds"] = result.first_token_seconds
-    figures["peak_memory_bytes"] = peak_memory_bytes()
-    return {**record, "figures": figures, "warnings": warnings}
+    return record

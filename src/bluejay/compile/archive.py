@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 from bluejay.compile.fingerprinting import Environment, Fingerprint
 from bluejay.compile.store import MANIFEST, Store, StoreError, parse_manifest, read_entry, seal
 from bluejay.config import canonical
-from bluejay.files import replacing
+from bluejay.files import replacing, temporary_folder
 
 INDEX = "bluejay-programs.json"
 FORMAT = 1
@@ -99,8 +98,7 @@ def import_programs(store: Store, file: Path, environment: Environment, sources:
         fields = dict(manifest["fields"])
         fields["environment"] = {**fields["environment"], "compiler": environment.compiler}
         here = Fingerprint.of(fields)
-        with tempfile.TemporaryDirectory(prefix="bluejay-") as temporary:
-            work = Path(temporary)
+        with temporary_folder() as work:
             for name, content in contents.items():
                 (work / name).write_bytes(content)
             told = {key: value for key, value in manifest.items() if key not in ("checksum", "files", "created")}

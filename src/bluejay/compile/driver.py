@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from bluejay.compile.store import Store, make_entry
 from bluejay.config import CompileSpec
 from bluejay.errors import MachineError
 from bluejay.events import Event, Observer, ignore
+from bluejay.files import temporary_folder
 from bluejay.machine import Compiler, cxx_compiler, how_to_install_compiler
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ def compile(
     if store is not None:
         chain, manifest, built = store.obtain(wanted, build, load, lambda event: tell(event.name, **event.fields))
     else:
-        with tempfile.TemporaryDirectory(prefix="bluejay-") as work:  # what is loaded outlives its file
-            manifest, built = make_entry(wanted, build, Path(work)), True
-            chain = load(Path(work), manifest)
+        with temporary_folder() as work:  # what is loaded outlives its file
+            manifest, built = make_entry(wanted, build, work), True
+            chain = load(work, manifest)
     signature = Signature.from_dict(manifest["signature"])
     return Executable(signature, chain, wanted.digest, manifest, built, manifest["compile_seconds"])
 

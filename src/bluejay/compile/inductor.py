@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -21,6 +20,7 @@ from torch import Tensor
 from bluejay.compile.host import HostCall, HostFunctions, function_of
 from bluejay.compile.signature import TensorSpec
 from bluejay.errors import MachineError
+from bluejay.files import temporary_folder
 from bluejay.machine import how_to_install_compiler
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def compiler_problem(cxx: str) -> str:
 @cache
 def _trial(cxx: str) -> str:
     """What the compiler says to the least it must build. A tenth of a second, once."""
-    with tempfile.TemporaryDirectory(prefix="bluejay-") as folder:
-        source = Path(folder, "trial.cpp")
+    with temporary_folder() as folder:
+        source = folder / "trial.cpp"
         source.write_text(_TRIAL)
         command = [cxx, "-std=c++20", "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)]
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

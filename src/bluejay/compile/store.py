@@ -31,7 +31,7 @@ from bluejay.compile.fingerprinting import Fingerprint
 from bluejay.config import canonical, digest
 from bluejay.errors import BluejayError
 from bluejay.events import Event, Observer, ignore
-from bluejay.files import flush
+from bluejay.files import flush, temporary_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -107,7 +107,7 @@ class Store:
                 found = self._load(wanted, load, ignore)  # another process may have made it while we waited
                 if found is not None:
                     return *found, False
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bluejay-")))
+            work = stack.enter_context(temporary_folder())
             manifest = make_entry(wanted, build, work)
             self.compilations += 1
             try:
@@ -205,14 +205,16 @@ class Store:
     def prune(self, max_bytes: int) -> list[EntryInfo]:
         """Remove damaged entries, remains of killed writers, and the longest unused until the rest fits `max_bytes`.
 
-        Parts get what the entries leave. Returns the entries removed.
+        The last used goes only if it alone is larger than that; then it makes room for nobody, and the others are kept
+        as if it had not been there. Parts get what the entries leave. Returns the entries removed.
         """
         self._sweep()
         removed = []
         kept_bytes, full = 0, False
         for info in self.entries(verify=True):
-            full = full or (not info.problem and kept_bytes + info.num_bytes > max_bytes)
-            if info.problem or full:
+            never_fits = info.num_bytes > max_bytes
+            full = full or (not info.problem and not never_fits and kept_bytes + info.num_bytes > max_bytes)
+            if info.problem or never_fits or full:
                 self._remove(self._entry(info.fingerprint))
                 removed.append(info)
             else:

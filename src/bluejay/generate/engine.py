@@ -297,7 +297,7 @@ class Engine:
     # ---- the same in pieces ----------------------------------------------------------------------------------------
 
     def submit(self, prompt: Prompt, config: GenerationConfig) -> Request:
-        """Queue a prompt; nothing is computed yet.
+        """Queue a prompt; nothing is computed yet. Over several ranks, all of them submit the same, in the same order.
 
         Raises:
             RequestError: as `generate`.
@@ -417,7 +417,7 @@ class Engine:
         """The request's seed, the same on all ranks that hold the model, which must have been given the same request.
 
         Raises:
-            RequestError: this rank was given another request than the one that samples.
+            RequestError: a rank was given another request than the one that samples; raised on all of them.
         """
         seed = secrets.randbits(62) if config.seed is None else config.seed
         meeting = self.built.meeting
@@ -425,10 +425,10 @@ class Engine:
             return seed
         mine = int(digest([list(ids), config])[:15], 16)
         theirs, seed = meeting.agree(torch.tensor([mine, seed], device=self.built.device)).tolist()
-        if mine != theirs:
+        if not meeting.all_hold(mine == theirs, self.built.device):  # so that none goes on into a wait without end
             raise RequestError(
                 asked=f"a continuation of {len(ids)} tokens over several ranks",
-                found="another prompt or other settings than on the rank that samples",
+                found="another prompt or other settings on a rank than on the one that samples",
                 rule="all ranks that hold a model are given the same requests in the same order",
                 fix="read the input on one rank and send it to the others, or seed what shuffles it",
             )
@@ -843,7 +843,7 @@ def compile_ahead(built: Built) -> list[str]:
     runner = Runner(built)
     calls = runner.all_calls()
     runner.require(calls)
-    return [call.label for call in calls]
+    return [built.programs.label(call.label) for call in calls]
 
 
 def load(

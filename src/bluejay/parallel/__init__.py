@@ -4,10 +4,11 @@ from bluejay.parallel.apply import apply, as_one, take_piece
 from bluejay.parallel.collectives import IGNORED, cross_entropy_sum
 from bluejay.parallel.cut import cut_model, cut_part
 from bluejay.parallel.generate import Meeting
-from bluejay.parallel.mesh import Rank, build_mesh, from_first, group_of, join, leave, place_of
+from bluejay.parallel.memory import Memory, Traffic, packed_bytes
+from bluejay.parallel.mesh import Rank, build_mesh, from_all, from_first, group_of, join, leave, place_of
 from bluejay.parallel.partition import balance, even_shares, nearest_shares, rows_at_once, share_layers
 from bluejay.parallel.peers import PlannedRanks, Replicas
-from bluejay.parallel.plan import Memory, Plan, Stage, Traffic, packed_bytes, plan, propose
+from bluejay.parallel.plan import Plan, Stage, plan, propose
 from bluejay.parallel.rows import PADDING, collect, deal
 from bluejay.parallel.schedule import Action, bubble, in_flight, timeline
 from bluejay.parallel.state import own_part, own_values, whole_tensors
@@ -37,6 +38,7 @@ __all__ = [
     "cut_part",
     "deal",
     "even_shares",
+    "from_all",
     "from_first",
     "group_of",
     "in_flight",

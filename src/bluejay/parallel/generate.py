@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,6 +96,14 @@ class Meeting:
             return agreed
 
         return wait
+
+    def all_hold(self, holds: bool, device: torch.device) -> bool:
+        """Whether `holds` is true on every rank, on every rank."""
+        count = torch.tensor(int(holds), device=device)
+        for ranks in (self._tensor, self._stages):
+            if ranks.group is not None:
+                dist.all_reduce(count, dist.ReduceOp.MIN, group=ranks.group)
+        return bool(count)
 
     def agree(self, value: Tensor) -> Tensor:
         """The tensor of the first device of the last stage, on every rank."""

@@ -58,6 +58,9 @@ class Rank:
     Attributes:
         host, port: where rank 0, or a launcher before it, keeps the store that ranks find each other through.
         keeps_store: false when a launcher keeps it.
+        listener: file descriptor of a socket that already listens there, for the rank that keeps the store.
+        local: which of its machine's ranks it is.
+        attempt: how often a launcher has started the job again; ranks of another attempt are strangers.
     """
 
     index: int
@@ -65,6 +68,9 @@ class Rank:
     host: str
     port: int
     keeps_store: bool = True
+    listener: int | None = None
+    local: int = 0
+    attempt: int = 0
 
 
 def join(rank: Rank, asked: str = "", device_type: str = "cpu", timeout_seconds: float = 600) -> None:
@@ -80,17 +86,14 @@ def join(rank: Rank, asked: str = "", device_type: str = "cpu", timeout_seconds:
     timeout = timedelta(seconds=timeout_seconds)
     try:
         keeps = rank.index == 0 and rank.keeps_store
-        store = TCPStore(rank.host, rank.port, rank.count, keeps, timeout)
+        listener = rank.listener if keeps else None
+        served = TCPStore(rank.host, rank.port, rank.count, keeps, timeout, master_listen_fd=listener)
+        store = PrefixStore(f"bluejay/{rank.attempt}", served)
         mine = hashlib.sha256(asked.encode()).hexdigest()
         store.set(f"asked/{rank.index}", mine)
         theirs = [store.get(f"asked/{i}").decode() for i in range(rank.count)]
     except dist.DistError as error:
-        raise MachineError(
-            asked=f"join {rank.count} ranks at {rank.host}:{rank.port} as rank {rank.index}",
-            found=str(error).splitlines()[0],
-            rule=f"all ranks come within {timeout_seconds:.0f} seconds",
-            fix="look for the rank that did not start, and for a firewall between the hosts",
-        ) from None
+        raise _nobody(rank, timeout_seconds, error) from None
     if different := [i for i, digest in enumerate(theirs) if digest != theirs[0]]:
         raise ConfigError(
             asked=f"one job on {rank.count} ranks",
@@ -99,8 +102,18 @@ def join(rank: Rank, asked: str = "", device_type: str = "cpu", timeout_seconds:
             fix="start all ranks with the same command, files and installation",
         )
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("bluejay", store), rank=rank.index, world_size=rank.count, timeout=timeout
+    try:
+        dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.count, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        raise _nobody(rank, timeout_seconds, error) from None
+
+
+def _nobody(rank: Rank, timeout_seconds: float, error: Exception) -> MachineError:
+    return MachineError(
+        asked=f"join {rank.count} ranks at {rank.host}:{rank.port} as rank {rank.index}",
+        found=str(error).splitlines()[0],
+        rule=f"all ranks come within {timeout_seconds:.0f} seconds",
+        fix="look for the rank that did not start, and for a firewall between the hosts",
     )
 
 
@@ -109,6 +122,13 @@ def from_first(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def from_all(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank; any picklable object."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def leave() -> None:
