@@ -109,10 +109,8 @@ def prune(
     with _file_errors(f"remove programs from {store.folder}"):
         removed = store.prune(sys.maxsize if max_bytes is None else max_bytes)
         kept = store.entries()
-    too_large = [info for info in removed if max_bytes is not None and info.num_bytes > max_bytes]
-    if too_large:
-        largest = format_bytes(max(info.num_bytes for info in too_large))
-        _warn(f"{_plural(len(too_large), 'program')} of up to {largest} alone exceeded --max-size {max_size}")
+    if max_bytes is not None and removed and not kept and not removed[0].problem:  # the last used comes first
+        _warn(f"the last used program too: its {format_bytes(removed[0].num_bytes)} exceed --max-size {max_size}")
     if json:
         sizes = {"max_bytes": max_bytes, "removed_bytes": _total(removed), "kept_bytes": _total(kept)}
         _print_json({"folder": str(store.folder), **sizes, "removed": _as_dicts(removed), "kept": len(kept)})

@@ -205,16 +205,15 @@ class Store:
     def prune(self, max_bytes: int) -> list[EntryInfo]:
         """Remove damaged entries, remains of killed writers, and the longest unused until the rest fits `max_bytes`.
 
-        The last used goes only if it alone is larger than that; then it makes room for nobody, and the others are kept
-        as if it had not been there. Parts get what the entries leave. Returns the entries removed.
+        They go in that order and no gap is filled, so the last used goes only if it alone is larger than `max_bytes`,
+        and then it goes after all others. Parts get what the entries leave. Returns the entries removed.
         """
         self._sweep()
         removed = []
         kept_bytes, full = 0, False
         for info in self.entries(verify=True):
-            never_fits = info.num_bytes > max_bytes
-            full = full or (not info.problem and not never_fits and kept_bytes + info.num_bytes > max_bytes)
-            if info.problem or never_fits or full:
+            full = full or (not info.problem and kept_bytes + info.num_bytes > max_bytes)
+            if info.problem or full:
                 self._remove(self._entry(info.fingerprint))
                 removed.append(info)
             else:
