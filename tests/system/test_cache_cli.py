@@ -295,10 +295,11 @@ def test_prune_keeps_the_last_used_up_to_the_size(cli: Cli, folder: Path) -> Non
     assert record["max_bytes"] == most * 1024
     assert {info.fingerprint for info in entries(folder)} == {newest, middle}
 
-    code, out, _ = cli("prune", "--max-size=1", "--cache", folder)
+    code, out, err = cli("prune", "--max-size=1", "--cache", folder)
     assert code == 0
     assert middle[:12] in out
     assert "removed 2 programs" in out
+    assert "the last used program too" in err
     assert entries(folder) == []
 
 

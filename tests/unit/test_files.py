@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bluejay.files import flush, replacing, write_bytes, write_json
+from bluejay.files import (
+    SETTLING_SECONDS,
+    TEMPORARY_PREFIX,
+    flush,
+    replacing,
+    temporary_folder,
+    write_bytes,
+    write_json,
+)
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -62,3 +73,30 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyt
     flush(tmp_path)
     assert done[-1] == "folder"
     assert json.loads((tmp_path / "a").read_text()) == {}
+
+
+def test_temporary_folders_of_killed_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches folders that pile up after `kill -9`, and one deleted that is in use, just made, or not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from bluejay.files import temporary_folder\n"
+        "with temporary_folder() as folder: print(folder); (folder / 'remains').touch(); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    remains = [path for path in tmp_path.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+    assert (killed.returncode, len(remains)) == (-9, 1), killed.stderr
+    other = tmp_path / "bluejay-experiments"
+    other.mkdir()
+    with temporary_folder() as held:
+        old = held.stat().st_mtime - 2 * SETTLING_SECONDS
+        for path in (held, other):
+            os.utime(path, (old, old))
+        with temporary_folder() as second:
+            assert remains[0].is_dir()  # too new for anyone to say that nobody will lock it
+            os.utime(remains[0], (old, old))
+            with temporary_folder():
+                assert not remains[0].exists()
+            assert held.is_dir()
+            assert second.is_dir()
+    assert list(tmp_path.iterdir()) == [other]
