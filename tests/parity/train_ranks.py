@@ -56,6 +56,8 @@ LAYOUTS = {
 }
 OTHERS = {
     "pipeline 2, interleaved": Layout(stages=2, schedule="interleaved", chunks=2, micro_batches=6),
+    "pipeline 2, zero bubble": Layout(stages=2, schedule="zero-bubble", micro_batches=6),
+    "pipeline 2 x tensor 2, zero bubble": Layout(stages=2, tensor=2, schedule="zero-bubble", chunks=2, micro_batches=6),
     "pipeline 3": Layout(layers_per_device=(1, 2, 1), micro_batches=3, schedule="gpipe"),
     "pipeline 2 x data 2": Layout(stages=2, replicas=2, micro_batches=3),
     "tensor 2 x data 2 sharded": Layout(tensor=2, replicas=2, shard=True),

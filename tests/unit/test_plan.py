@@ -118,25 +118,39 @@ def test_auto_moves_layers_away_from_the_stage_that_would_overflow() -> None:
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(2, 3),
 )
 def test_schedules_do_every_pass_once_and_in_order(schedule: str, stages: int, rounds: int, chunks: int) -> None:
     """Catches a schedule that waits for itself, drops a micro-batch, or starts a pass before its input exists."""
-    chunks = chunks if schedule == "interleaved" and stages > 1 else 1
+    splits = schedule == "zero-bubble"
+    chunks = chunks if schedule in ("interleaved", "zero-bubble") and stages > 1 else 1
     num_micro = rounds * stages
     actions = timeline(schedule, stages, num_micro, chunks)
     starts = {(a.kind, a.micro_batch, a.chunk * stages + a.stage): a.tick for a in actions}
-    assert len(starts) == len(actions) == 2 * num_micro * stages * chunks
+    assert len(starts) == len(actions) == (3 if splits else 2) * num_micro * stages * chunks
     for (kind, micro, piece), tick in starts.items():
         if kind == "F" and piece > 0:
             assert starts["F", micro, piece - 1] + 1 <= tick
         if kind == "B":
             assert starts["F", micro, piece] < tick
             if piece < stages * chunks - 1:
-                assert starts["B", micro, piece + 1] + 2 <= tick
+                assert starts["B", micro, piece + 1] + (1 if splits else 2) <= tick
+        if kind == "W":
+            assert starts["B", micro, piece] < tick
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+def test_zero_bubble_waits_a_third(stages: int, rounds: int, chunks: int) -> None:
+    """Catches gradients of weights that are put where another stage waits for this one."""
+    chunks = chunks if stages > 1 else 1
+    num_micro = rounds * stages
+    length = max(a.tick + 1 for a in timeline("zero-bubble", stages, num_micro, chunks))
+    waits = bubble(stages, num_micro, chunks, "zero-bubble")
+    assert math.isclose(1 - 3 * num_micro * chunks / length, waits, abs_tol=1e-12)
+    assert waits <= bubble(stages, num_micro, chunks)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 12))
@@ -160,6 +174,7 @@ def test_activations_in_flight_depend_on_the_schedule() -> None:
     assert [in_flight("1f1b", 4, 8, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight("gpipe", 4, 8, stage) for stage in range(4)] == [8, 8, 8, 8]
     assert in_flight("1f1b", 4, 2, 0) == 2
+    assert [in_flight("zero-bubble", 4, 8, stage) for stage in range(4)] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -233,6 +248,7 @@ def test_a_proposal_fits_or_says_why_not(devices: int, memory: int | None, job: 
         (Layout(stages=29), Workload(), "28 layers"),
         (Layout(stages=2, micro_batches=3), Workload(job="train", gradient_accumulation=8), "1, 2, 4, 8"),
         (Layout(stages=2, schedule="interleaved", chunks=2), Workload(job="train"), "2 micro-batches"),
+        (Layout(stages=2, schedule="zero-bubble"), Workload(job="train", gradient_accumulation=3), "2 micro-batches"),
         (Layout(layers_per_device=(14, 0, 14)), Workload(), "[10, 9, 9]"),
         (Layout(), Workload(context=4096), "2048"),
         (Layout(stages=2, replicas=2, shard=True), Workload(job="train"), "one stage"),

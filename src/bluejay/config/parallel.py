@@ -10,8 +10,8 @@ from bluejay.config.checks import refusal
 from bluejay.config.model import DTYPES
 from bluejay.config.quant import QuantSpec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+OPTIMIZERS = ("adamw", "muon")
 JOBS = ("generate", "train")
 
 
@@ -28,8 +28,9 @@ class Layout:
         replicas: whole copies of the model, each with its own rows.
         shard: replicas share out weights, gradients and optimizer state instead of each keeping all.
         schedule: order of the pipeline's work: "gpipe" (all forward, then all backward), "1f1b" (as soon as possible
-            backward), "interleaved" (`chunks` pieces of the model a device, in turn).
-        chunks: pieces of the model that each device holds; above 1 only with "interleaved".
+            backward), "interleaved" (`chunks` pieces of the model a device, in turn), "zero-bubble" (gradients of
+            weights fill the gaps; also with `chunks`). A compiled step is not taken apart like that: it runs eagerly.
+        chunks: pieces of the model that each device holds; above 1 only with "interleaved" or "zero-bubble".
         micro_batches: micro-batches that go through the pipeline in one pass; 0 is all of a weight update's.
     """
 
@@ -38,7 +39,7 @@ class Layout:
     tensor: int = 1
     replicas: int = 1
     shard: bool = False
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     chunks: int = 1
     micro_batches: int = 0
 
@@ -67,8 +68,8 @@ class Layout:
             raise _refuse("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         if counts and self.stages and self.stages != len(counts):
             raise _refuse("stages", self.stages, f"{len(counts)}, the length of layers_per_device={list(counts)}")
-        if (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise _refuse("chunks", self.chunks, '1, or above 1 with schedule="interleaved"')
+        if self.schedule != "zero-bubble" and (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise _refuse("chunks", self.chunks, '1, or above 1 with schedule="interleaved" or "zero-bubble"')
         if self.chunks > 1 and (counts or self.num_stages < 2):
             raise _refuse("chunks", self.chunks, "used with stages=N, N above 1, and no layers_per_device")
         if self.shard and self.replicas < 2:
@@ -87,7 +88,7 @@ class Workload:
         context: tokens a row holds; 0 is the model's window.
         prompt_tokens: tokens of a prompt that are read in one call (generate).
         gradient_accumulation: micro-batches of one replica per weight update.
-        optimizer: "adamw" keeps two fp32 numbers per weight, "sgd" none.
+        optimizer: "adamw" keeps two fp32 numbers per weight, "muon" one for the matrices of the layers.
         master_weights: in half precision, the optimizer also keeps each weight in fp32.
         recompute: keep only each layer's input for the backward pass and compute the rest again.
     """
@@ -99,7 +100,7 @@ class Workload:
     context: int = 0
     prompt_tokens: int = 256
     gradient_accumulation: int = 1
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     master_weights: bool = True
     recompute: bool = False
 

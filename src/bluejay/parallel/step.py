@@ -27,7 +27,12 @@ from bluejay.parallel.peers import Replicas
 from bluejay.parallel.plan import Plan
 
 # The names of torch's classes. They are imported where they are used: half a second that planning does without.
-_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+}
 
 
 class Rows(Protocol):
@@ -76,7 +81,10 @@ class _Forward(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         for block in piece.transformer.h:
             x = checkpoint(block, x, where, None, use_reentrant=False) if recompute else block(x, where, None)
-        return x if targets is None else self.loss(x, targets) * scale
+        if targets is not None:
+            return self.loss(x, targets) * scale
+        # torch detaches the last stage's output in place, except a view: gradients of weights may be yet to come.
+        return x if piece.lm_head is None else x.view_as(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses: [B, T, E] and [B, T] to a scalar."""
@@ -279,7 +287,7 @@ class PlannedStep:
             ]
             made = getattr(pipelining, _SCHEDULES[layout.schedule])
             self._schedules[rows, width] = made(
-                stages if layout.chunks > 1 else stages[0],
+                stages if layout.schedule in ("interleaved", "zero-bubble") else stages[0],
                 layout.micro_batches,
                 loss_fn=lambda x, targets: self._forwards[-1].loss(x, targets) * self._scale,
                 scale_grads=False,  # they carry their scale already
@@ -288,12 +296,14 @@ class PlannedStep:
 
     def _compile(self, insist: bool) -> bool:
         """Compile the layers' forward and backward passes, one program for all of them; whether that works here."""
-        if self.plan.layout.tensor > 1:
+        layout = self.plan.layout
+        if layout.tensor > 1 or layout.schedule == "zero-bubble":
+            several = "layers with collectives inside" if layout.tensor > 1 else "a backward pass in two parts"
             error: ConfigError | MachineError = ConfigError(
-                asked=f"a compiled training step over a tensor parallel degree of {self.plan.layout.tensor}",
-                found="layers with collectives inside",
-                rule="what is compiled runs on one device",
-                fix="set compile=eager, or use stages and replicas",
+                asked=f"a compiled training step with parallel.tensor={layout.tensor}, {layout.schedule}",
+                found=several,
+                rule="what is compiled is one device's forward pass, or one backward pass",
+                fix="set compile=eager, or use stages and replicas with another schedule",
             )
         elif (missing := _missing_compiler()) is not None:
             error = MachineError(
