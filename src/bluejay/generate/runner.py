@@ -210,11 +210,14 @@ class Runner:
     def _step(self, call: Call) -> GenerationStep:
         model, meeting = self.built.model, self.built.meeting
         chooses = meeting is None or meeting.chooses
+        if not chooses:  # a stage before the last does the same whatever is chosen from it
+            kind = PrefillStep if isinstance(call, PrefillCall) else DecideStep
+            return kind(model, greedy=True, chooses=False)
         if isinstance(call, PrefillCall):
             # One program for greedy and sampling rows: beside a prompt, the sort that sampling needs is nothing.
-            return PrefillStep(model, greedy=False, ranked=call.ranked, score=call.score, chooses=chooses)
+            return PrefillStep(model, greedy=False, ranked=call.ranked, score=call.score)
         if meeting is not None:
-            return DecideStep(model, greedy=call.greedy, ranked=call.ranked, chooses=chooses)
+            return DecideStep(model, greedy=call.greedy, ranked=call.ranked)
         return DecodeStep(model, greedy=call.greedy, ranked=call.ranked, iterations=call.unrolled)
 
     def _program_of(self, call: Call) -> Call:
