@@ -373,6 +373,18 @@ def test_ways_of_computing(change: dict[str, Any], trainer_of: MakeTrainer) -> N
     assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-3
 
 
+def test_a_second_compiled_run_starts_warm(trainer_of: MakeTrainer) -> None:
+    """Catches a step that every process traces, differentiates and plans anew, though its code is kept."""
+    import torch._dynamo
+
+    source = Blocks(samples_of(8), 16)
+    for name in ("first", "second"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer_of(replace(BASE, steps=1, compile="inductor"), source, layers=1, name=name).run()
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
 def test_a_compiled_run_leaves_the_model_as_it_was(trainer_of: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches tiles that stay in an instance, which no program can be made of then; and a rate that counts the tokens
     of an update that compiled."""

@@ -122,6 +122,8 @@ class LocalStep:
         self._in_tiles = built.device.type == "cpu" and self._compute_dtype == torch.bfloat16
         if config.compile != "eager":
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # one for each shape
+            # Without it a graph with a gradient of its own is traced anew by every process; both parts are in its key.
+            torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
             self._compiled = torch.compile(self._forward, dynamic=False)
 
     def gradients(self, batches: Sequence[Batch], scale: Tensor, seeds: Sequence[int]) -> Tensor:
