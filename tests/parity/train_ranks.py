@@ -60,6 +60,7 @@ OTHERS = {
     "pipeline 2 x tensor 2, zero bubble": Layout(stages=2, tensor=2, schedule="zero-bubble", chunks=2, micro_batches=6),
     "pipeline 3": Layout(layers_per_device=(1, 2, 1), micro_batches=3, schedule="gpipe"),
     "pipeline 2 x data 2": Layout(stages=2, replicas=2, micro_batches=3),
+    "pipeline 2 x data 2 sharded": Layout(stages=2, replicas=2, shard=True, micro_batches=1, schedule="gpipe"),
     "tensor 2 x data 2 sharded": Layout(tensor=2, replicas=2, shard=True),
 }
 
@@ -338,6 +339,8 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     every: list[tuple[str, Callable[[], None]]] = []
     for name, layout in {**LAYOUTS, **OTHERS}.items():
         every.append((f"curve, {name}", partial(curve_check, layout)))
+    shared = Layout(stages=2, replicas=2, shard=True, schedule="interleaved", chunks=2, micro_batches=2)
+    every.append(("curve, sharded interleaved", partial(curve_check, shared, micro_batch=1, ema=0.9)))
     smoothed = {"label_smoothing": 0.1, "recompute": True}
     for name in ("tensor 2", "pipeline 2"):
         every.append((f"smoothed, {name}", partial(curve_check, LAYOUTS[name], **smoothed)))

@@ -251,7 +251,7 @@ def test_a_proposal_fits_or_says_why_not(devices: int, memory: int | None, job: 
         (Layout(stages=2, schedule="zero-bubble"), Workload(job="train", gradient_accumulation=3), "2 micro-batches"),
         (Layout(layers_per_device=(14, 0, 14)), Workload(), "[10, 9, 9]"),
         (Layout(), Workload(context=4096), "2048"),
-        (Layout(stages=2, replicas=2, shard=True), Workload(job="train"), "one stage"),
+        (Layout(stages=2, replicas=2, shard=True, schedule="zero-bubble"), Workload(job="train"), "in one part"),
     ],
 )
 def test_wrong_requests_name_the_right_ones(layout: Layout, work: Workload, word: str) -> None:

@@ -143,6 +143,7 @@ class PlannedStep:
         self._scale: Tensor | float = 1.0
         self._observe = observe
         self._shapes: set[Any] = set()
+        self._shared_out: list[Any] = []
         self._compiles = compile != "eager" and self._compile(compile == "inductor")
         if layout.shard:
             self._share_out(mesh)
@@ -216,6 +217,7 @@ class PlannedStep:
             total = torch.zeros((), device=self._device)
             if x is not None:
                 total = self._forwards[-1].loss(x, batch.targets)
+            self._let_go()
         dist.all_reduce(total, group=self._stages)
         return total
 
@@ -237,11 +239,11 @@ class PlannedStep:
     def _let_go(self) -> None:
         """Forget what was gathered for a forward pass that no backward pass follows: weights may change before another.
 
-        What is shared out lets go by itself after a backward pass, and all but the outermost module after each pass.
+        After a backward pass what is shared out lets go by itself.
         """
         if self.plan.layout.shard:
-            outermost: Any = self._forwards[0]
-            outermost.reshard()
+            for module in self._shared_out:
+                module.reshard()
 
     def _set_training(self, training: bool) -> None:
         for forward in self._forwards:
@@ -326,19 +328,23 @@ class PlannedStep:
         Parts and gradients are fp32 masters and sums; layers are gathered in the dtype that is computed in. Embedding
         and head, which the outermost module gathers, stay in fp32 (see `train.precision` for the embedding).
 
+        Between stages weights are gathered once for all micro-batches of a pass, and gradients summed at its end.
+
         Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
         """
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(self._dtype, torch.float32, cast_forward_inputs=False)
-        whole = self._forwards[0]
-        for module in (*whole.piece.transformer.h, whole.piece.transformer.ln_f):
-            fully_shard(module, mesh=mesh["replica"], mp_policy=policy)
-        fully_shard(whole, mesh=mesh["replica"])
-        for module in whole.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)  # sums: the scale says what they are a share of
-                module.set_force_sum_reduction_for_comms(True)
+        group, lets_go = mesh["replica"], self._stages is None
+        for forward in self._forwards:
+            norm = forward.piece.transformer.ln_f
+            for module in (*forward.piece.transformer.h, *([] if norm is None else [norm])):
+                fully_shard(module, mesh=group, mp_policy=policy, reshard_after_forward=lets_go)
+            fully_shard(forward, mesh=group, reshard_after_forward=False)
+        self._shared_out = [m for f in self._forwards for m in f.modules() if isinstance(m, FSDPModule)]
+        for module in self._shared_out:
+            module.set_gradient_divide_factor(1.0)  # sums: the scale says what they are a share of
+            module.set_force_sum_reduction_for_comms(True)
 
 
 class _Timed:
