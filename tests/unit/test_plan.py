@@ -52,7 +52,7 @@ def test_an_overflow_names_the_device_its_largest_items_and_the_way_out() -> Non
         plan(SIX_B, Layout(stages=2), Workload(job="train", dtype="bfloat16"), 40 * GIB)
     assert "stage " in caught.value.found
     assert "optimizer" in caught.value.found
-    assert "--optimizer sgd" in caught.value.fix
+    assert "--optimizer muon" in caught.value.fix
     assert "more stages" in caught.value.fix
 
 
@@ -108,7 +108,7 @@ def test_the_head_counts_as_layers() -> None:
 
 def test_auto_moves_layers_away_from_the_stage_that_would_overflow() -> None:
     """Catches a balance that looks at time only: under 1f1b the first stage holds most activations."""
-    work = Workload(job="train", dtype="bfloat16", gradient_accumulation=8, optimizer="sgd")
+    work = Workload(job="train", dtype="bfloat16", gradient_accumulation=8, optimizer="muon")
     free = plan(SIX_B, Layout(stages=4), work)
     limit = free.fullest.memory.total - GIB
     tight = plan(SIX_B, Layout(stages=4), work, limit)

@@ -1,62 +1,19 @@
-"""The planner: from numbers to who holds what, how large. A pure function; no weight is read, no device touched.
-
-Letters: E n_embd, F inner width, H heads, R rotary_dim, V vocabulary, t tensor parallel degree. A device's bytes are
-those of the eager model and of `parallel.apply`; `tests/parity/test_parallel_bytes.py` holds them to a run's.
-"""
+"""The planner: from numbers to who holds what, how large. A pure function; no weight is read, no device touched."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bluejay.config import Layout, ModelConfig, Workload
 from bluejay.errors import BluejayError, ConfigError, MachineError
-from bluejay.models import EMBEDDING, HEAD, QUANTIZED, costs, parameter_shapes, part_shape
+from bluejay.models import costs
+from bluejay.parallel.memory import ITEM_BYTES, Held, Memory, Traffic
 from bluejay.parallel.partition import balance, even_shares, share_layers
-from bluejay.parallel.schedule import bubble, in_flight
+from bluejay.parallel.schedule import bubble
 from bluejay.units import format_bytes
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The sampler sorts in fp32 and weighs in fp64: scores, their order (int64), and five fp64 or fp32 tables of V a row.
-SAMPLER_BYTES = 48
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, by what they are for.
-
-    Attributes:
-        activations: what the schedule keeps for backward passes at its peak.
-        buffers: what is received from other stages, and the rows' state in generation.
-        workspace: temporary tensors of the largest operation in flight.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    kv_cache: int = 0
-    buffers: int = 0
-    workspace: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self.items().values())
-
-    def items(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device hands to collectives and sends: per decode step, or per weight update when training."""
-
-    tensor: int = 0
-    pipeline: int = 0
-    data: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,20 +212,12 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
             rule="the first stage holds the embedding and the last the head",
             fix="use one stage, with replicas or tensor parallelism",
         )
-    dropout = max(config.resid_pdrop, config.attn_pdrop)
-    if workload.job == "train" and tensor > 1 and dropout:
-        raise ConfigError(
-            asked=f"training over {tensor} tensor parallel devices with a dropout of {dropout:g}",
-            found=f"resid_pdrop={config.resid_pdrop:g}, attn_pdrop={config.attn_pdrop:g}",
-            rule="devices that share a layer add up what each would drop on its own",
-            fix="set both to 0, or use stages and replicas",
-        )
-    if layout.shard and (stages > 1 or workload.job != "train"):
+    if layout.shard and (layout.schedule == "zero-bubble" or workload.job != "train"):
         raise ConfigError(
             asked="shard=True",
-            found=f"{stages} stages, job {workload.job!r}",
-            rule="sharing out state is for training in one stage: a stage would gather its weights per micro-batch",
-            fix="use more stages or tensor parallelism instead",
+            found=f"job {workload.job!r}, schedule {layout.schedule!r}",
+            rule="sharing out is for training with backward passes in one part, at whose end gradients are summed",
+            fix="leave shard out, or use another schedule",
         )
     micro = layout.micro_batches or accumulation
     if workload.job == "train" and accumulation % micro:
@@ -287,14 +236,6 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
                 rule="chunks shorten the bubble of training",
                 fix="use chunks=1",
             )
-        if micro % stages:
-            nearest = max(stages, micro // stages * stages)
-            raise ConfigError(
-                asked=f"an interleaved schedule of {micro} micro-batches over {stages} stages",
-                found=f"{micro} over {stages} leaves {micro % stages}",
-                rule="each device takes its chunks in rounds of as many micro-batches as there are stages",
-                fix=f"use {nearest} micro-batches",
-            )
         if config.n_layer < stages * layout.chunks:
             raise ConfigError(
                 asked=f"{stages} stages of {layout.chunks} chunks",
@@ -302,6 +243,14 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
                 rule="a chunk holds at least one layer",
                 fix=f"use at most {config.n_layer // stages} chunks",
             )
+    if workload.job == "train" and layout.schedule in ("interleaved", "zero-bubble") and micro % stages:
+        nearest = max(stages, micro // stages * stages)
+        raise ConfigError(
+            asked=f"schedule={layout.schedule} with {micro} micro-batches over {stages} stages",
+            found=f"{micro} over {stages} leaves {micro % stages}",
+            rule="each device works in rounds of as many micro-batches as there are stages",
+            fix=f"use {nearest} micro-batches",
+        )
     if layout.schedule == "1f1b" and micro < stages:  # nothing to alternate: all go forward, then all backward
         layout = replace(layout, schedule="gpipe")
     return replace(layout, micro_batches=micro)
@@ -378,7 +327,7 @@ def _stage(
     has_embedding, has_head = index == 0, index == layout.num_stages - 1
     num_layers = sum(stop - first for first, stop in pieces)
     layer, embedding, head = _unit_costs(config, workload)
-    held = _Held(config, layout, workload, index, num_layers, has_embedding, has_head)
+    held = Held(config, layout, workload, index, num_layers, has_embedding, has_head)
     return Stage(
         index=index,
         pieces=pieces,
@@ -390,156 +339,11 @@ def _stage(
     )
 
 
-@dataclass(frozen=True)
-class _Held:
-    """One device's part of the model, and what it takes in bytes."""
-
-    config: ModelConfig
-    layout: Layout
-    workload: Workload
-    index: int
-    num_layers: int
-    has_embedding: bool
-    has_head: bool
-
-    @property
-    def item(self) -> int:
-        return ITEM_BYTES[self.workload.dtype]
-
-    @property
-    def cut_vocab(self) -> int:
-        return -(-self.config.vocab_size // self.layout.tensor)
-
-    def units(self) -> list[list[tuple[int, int]]]:
-        """(elements, bytes) of the device's parameters, grouped as replicas share them out: embedding, layers, head."""
-        layer, embedding, head = [], [], []
-        tied = self.config.tie_word_embeddings and self.has_embedding
-        for name, whole in parameter_shapes(replace(self.config, n_layer=1)).items():
-            shape = part_shape(name, whole, self.layout.tensor)
-            if self.layout.shard:
-                shape = (-(-shape[0] // self.layout.replicas), *shape[1:])
-            num_bytes = self._parameter_bytes(name, shape)
-            if name.startswith(EMBEDDING):
-                embedding.append((math.prod(shape), num_bytes))
-            elif not name.startswith(HEAD):
-                layer.append((math.prod(shape), num_bytes))
-            elif not (tied and name == "lm_head.weight"):
-                head.append((math.prod(shape), num_bytes))
-        return [embedding] * self.has_embedding + [layer] * self.num_layers + [head] * self.has_head
-
-    def _parameter_bytes(self, name: str, shape: tuple[int, ...]) -> int:
-        tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
-        if self.workload.quantize and name.endswith(QUANTIZED) and not tied_head:
-            return packed_bytes(shape[0], shape[1], self.workload.group_size)
-        return math.prod(shape) * self.item
-
-    def training(self) -> Memory:
-        config, work = self.config, self.workload
-        units = self.units()
-        elements = sum(n for unit in units for n, _ in unit)
-        weights = sum(num_bytes for unit in units for _, num_bytes in unit)
-        per_element = 8 if work.optimizer == "adamw" else 0
-        if work.master_weights and work.dtype != "float32":
-            per_element += 4
-        tokens = work.rows * work.context
-        flight = in_flight(
-            self.layout.schedule, self.layout.num_stages, self.layout.micro_batches, self.index, self.layout.chunks
-        )
-        hidden = tokens * config.n_embd * self.item
-        layer = tokens * self._layer_activation_bytes()
-        # A micro-batch in flight keeps its layers, and between stages what was sent; the head keeps probabilities.
-        kept_layers = self.num_layers / self.layout.chunks * (hidden if work.recompute else layer)
-        ends = (hidden if not self.has_head else tokens * (2 * config.n_embd * self.item + 4 * self.cut_vocab)) or 0
-        activations = flight * (kept_layers + ends)
-        workspace = self._backward_workspace(tokens) + (layer if work.recompute else 0)
-        if self.layout.shard:  # the unit at work is gathered whole, and its gradient before it is shared out
-            workspace += 2 * self.layout.replicas * max(sum(num_bytes for _, num_bytes in unit) for unit in units)
-        return Memory(
-            weights=weights,
-            gradients=weights,
-            optimizer=elements * per_element,
-            activations=round(activations),
-            buffers=self._stage_buffers(hidden),
-            workspace=round(workspace),
-        )
-
-    def _layer_activation_bytes(self) -> float:
-        """Bytes per token that one layer keeps for its backward pass."""
-        config, item, tensor = self.config, self.item, self.layout.tensor
-        whole = 2 * config.n_embd * item + 8  # input and its norm, with mean and deviation
-        rotated = config.n_embd if item == 4 else config.n_head * config.rotary_dim  # kept in fp32 for the rotation
-        cut = 2 * rotated * 4 + 4 * config.n_embd * item + 2 * config.inner_dim * item + 4 * config.n_head
-        return whole + cut / tensor
-
-    def _backward_workspace(self, tokens: int) -> float:
-        config, item = self.config, self.item
-        # Gradients of the residual, of the norm and of the MLP's two inner tensors live at once.
-        layer = (
-            tokens * item * (2 * config.n_embd + 2 * config.inner_dim / self.layout.tensor) if self.num_layers else 0
-        )
-        head = tokens * self.cut_vocab * (4 + item) if self.has_head else 0
-        return max(layer, head)
-
-    def _stage_buffers(self, hidden: int) -> int:
-        """Received tensors: torch keeps one for each micro-batch and direction for the whole run."""
-        pieces = range(self.index, self.layout.num_stages * self.layout.chunks, self.layout.num_stages)
-        last = self.layout.num_stages * self.layout.chunks - 1
-        ends = sum((piece > 0) + (piece < last) for piece in pieces)
-        return ends * self.layout.micro_batches * hidden
-
-    def generation(self) -> Memory:
-        config, work, tensor = self.config, self.workload, self.layout.tensor
-        cut = config.n_embd // tensor
-        cache = 2 * self.num_layers * work.rows * (1 + work.context) * cut * self.item
-        tokens = work.rows * work.prompt_tokens
-        # The prompt's inner tensors, and one layer's keys and values with the unused slots blanked.
-        inner = tokens * self.item * (3 * config.n_embd + 5 * cut + 2 * config.inner_dim // tensor)
-        blanked = 2 * work.rows * work.context * cut * self.item
-        logits = work.rows * config.vocab_size * (self.item + SAMPLER_BYTES)
-        return Memory(
-            weights=sum(num_bytes for unit in self.units() for _, num_bytes in unit),
-            kv_cache=cache,
-            buffers=work.rows * (config.vocab_size + 1),
-            workspace=max(inner + blanked if self.num_layers else 0, logits),
-        )
-
-    def traffic(self) -> Traffic:
-        config, work, layout = self.config, self.workload, self.layout
-        train, several = work.job == "train", layout.tensor > 1
-        tokens = work.rows * (work.context if train else 1)
-        hidden = tokens * config.n_embd * self.item
-        passes = (2 + work.recompute if train else 1) * self.num_layers + self.has_embedding + (train and self.has_head)
-        tensor = passes * hidden * several
-        if several and self.has_head:
-            tensor += 3 * tokens * 4 if train else tokens * self.cut_vocab * self.item
-        last = layout.num_stages * layout.chunks - 1
-        pieces = range(self.index, last + 1, layout.num_stages)
-        sends = sum((piece < last) + (train and piece > 0) for piece in pieces)
-        repeats = work.gradient_accumulation if train else 1
-        pipeline = sends * hidden
-        if not train and layout.num_stages > 1 and self.has_head:
-            pipeline += work.rows * 8  # the chosen tokens, for the other stages
-        data = 0
-        if train and layout.replicas > 1:
-            sizes = [sum(num_bytes for _, num_bytes in unit) for unit in self.units()]
-            held, layers = sum(sizes), sum(sizes[1 : 1 + self.num_layers])
-            # Shared out, for every micro-batch: both ends are gathered once, layers for each pass, and gradients are
-            # summed from whole ones.
-            data = repeats * (held + layers + layout.replicas * held) if layout.shard else held
-        return Traffic(round(tensor * repeats), pipeline * repeats, data)
-
-
-def packed_bytes(num_outputs: int, num_inputs: int, group_size: int) -> int:
-    """Bytes of a matrix in 4-bit groups: outputs padded to 16, inputs to 8, an fp16 scale and bias per group."""
-    padded_outputs = -(-num_outputs // 16) * 16
-    num_groups = 1 if group_size == -1 else -(-num_inputs // group_size)
-    return padded_outputs * (-(-num_inputs // 8) * 4 + num_groups * 4)
-
-
 def _bubble(layout: Layout, workload: Workload) -> float:
     """Fraction of a pass that a stage waits. In generation rows go through in as many groups as there are stages."""
     num_groups = min(workload.rows, layout.num_stages) if workload.job == "generate" else layout.micro_batches
-    return bubble(layout.num_stages, num_groups, layout.chunks)
+    schedule = layout.schedule if workload.job == "train" else "1f1b"
+    return bubble(layout.num_stages, num_groups, layout.chunks, schedule)
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------
@@ -570,14 +374,14 @@ def _shrinking(name: str, made: Plan) -> list[str]:
     choices: dict[str, list[tuple[bool, str]]] = {
         "weights": [
             (not train and not work.quantize, "four-bit weights (--quantize int4-g64)"),
-            (train and layout.replicas > 1 and not layout.shard and layout.num_stages == 1, "--shard"),
+            (train and layout.replicas > 1 and not layout.shard, "--shard"),
             (work.dtype == "float32", "--dtype bfloat16"),
             (True, more),
         ],
         "gradients": [(train and layout.replicas > 1 and not layout.shard, "--shard"), (True, more)],
         "optimizer": [
-            (layout.replicas > 1 and not layout.shard and layout.num_stages == 1, "--shard"),
-            (work.optimizer == "adamw", "--optimizer sgd"),
+            (layout.replicas > 1 and not layout.shard, "--shard"),
+            (work.optimizer == "adamw", "--optimizer muon"),
             (True, more),
         ],
         "activations": [
