@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -56,7 +57,10 @@ def test_torchrun_gives_the_ids_of_one(one_rank: list[int]) -> None:
 
 def test_a_killed_rank_ends_the_job_with_its_cause() -> None:
     """Catches a job that hangs when one rank is gone, or that ends as if it were done."""
-    job, by_rank = long_job()
+    job = long_job()
+    assert job.stdout is not None
+    assert job.stdout.read(1), "nothing was written"  # both ranks are at work
+    by_rank = ranks_of(job)
     started = time.monotonic()
     os.kill(by_rank["1"], signal.SIGKILL)
     _, errors = job.communicate(timeout=60)
@@ -70,35 +74,47 @@ def test_a_killed_rank_ends_the_job_with_its_cause() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_starter(number: int) -> None:
     """Catches ranks that compute on for ever when a scheduler, or the kernel, ends the process that started them."""
-    job, by_rank = long_job()
-    os.kill(job.pid, number)
-    job.communicate(timeout=60)
-    assert job.returncode == (128 + number if number == signal.SIGTERM else -number)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{process}").exists() for process in by_rank.values()):
-        assert time.monotonic() < deadline, "a rank is left"
-        time.sleep(0.05)
+    job = long_job("--temperature", "1", "--n", "8")  # a minute's work, of which nothing is written until it is done
+    try:
+        by_rank = ranks_of(job)
+        os.kill(job.pid, number)
+        assert job.wait(timeout=30) == (128 + number if number == signal.SIGTERM else -number)
+        deadline = time.monotonic() + 15
+        while any(Path(f"/proc/{process}").exists() for process in by_rank.values()):
+            assert time.monotonic() < deadline, "a rank is left"
+            time.sleep(0.05)
+    finally:
+        for process in by_rank.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        job.communicate(timeout=30)
 
 
-def long_job() -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Two ranks at work on a long answer, and the process of each."""
+def long_job(*options: str) -> subprocess.Popen[str]:
+    """Two ranks with much to write."""
     command = [sys.executable, "-m", "bluejay", "generate", "Once", "--max-new-tokens", "500", "--ignore-eos"]
-    job = subprocess.Popen(
-        [*command, "--devices", "2", "--backend", "eager"],
+    return subprocess.Popen(
+        [*command, "--devices", "2", "--backend", "eager", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
     )
-    assert job.stdout is not None
-    assert job.stdout.read(1), "nothing was written"
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    return job, {_variable(int(child), "RANK"): int(child) for child in children}
 
 
-def _variable(process: int, name: str) -> str:
-    content = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
-    return dict(item.partition("=")[::2] for item in content)[name]
+def ranks_of(job: subprocess.Popen[str]) -> dict[str, int]:
+    """The process of each of two ranks, once they are there."""
+    deadline = time.monotonic() + 30
+    by_rank: dict[str, int] = {}
+    while len(by_rank) < 2:
+        assert time.monotonic() < deadline, "no ranks were started"
+        time.sleep(0.02)
+        for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+            content = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+            rank = dict(item.partition("=")[::2] for item in content).get("RANK")
+            if rank is not None:
+                by_rank[rank] = int(child)
+    return by_rank
 
 
 @pytest.mark.parametrize("differ", ["files", "settings"])
