@@ -35,6 +35,8 @@ def test_the_first_token_is_never_counted() -> None:
         batch = Rows(samples_of([5, 6, 7, 8, 9], learn_from=learn_from), length=8).batch(np.array([0]), rows=1)
         assert batch.num_targets == 4
         assert batch.targets[0, :4].tolist() == [6, 7, 8, 9]
+    rows = Rows(samples_of([5, 6, 7, 8, 9], [EOS], learn_from=0), length=8)
+    assert (rows.num_targets, rows.num_without_target, len(rows)) == (4, 1, 1)
 
 
 def test_only_the_answer_is_learned() -> None:
