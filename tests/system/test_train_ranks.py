@@ -17,6 +17,7 @@ import torch
 from bluejay.build import read_weights
 from bluejay.cli import run
 
+STEPS = 60
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -32,7 +33,7 @@ def arguments(_tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     config.write_text(
         f"model: {_tiny_checkpoint}\ncompile: eager\nprecision: fp32\n"
         f"data: {{train: {data}, valid: {data}, layout: rows, length: 24}}\n"
-        "steps: 8\nmicro_batch: 2\nglobal_batch: 8\noptimizer: {learning_rate: 2.0e-3}\n"
+        f"steps: {STEPS}\nmicro_batch: 2\nglobal_batch: 8\noptimizer: {learning_rate: 2.0e-3}\n"
     )
     return ["train", "--config", str(config)]
 
@@ -55,7 +56,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def wait_for(folder: Path, job: subprocess.Popen[str]) -> None:
     """Until a checkpoint is there."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not folder.exists():
         assert job.poll() is None, job.stderr.read() if job.stderr else ""
         assert time.monotonic() < deadline
@@ -74,8 +75,9 @@ def test_ranks_leave_what_one_process_leaves(arguments: list[str], one_process: 
     """Catches ranks that all print or write, events without their rank, and a result that is a part of the model."""
     out = tmp_path / "out"
     layout = ["--set", "parallel.stages=2", "--set", "parallel.micro_batches=2"]
-    job = start(arguments, "--devices", "2", *layout, "--json", out=out)
-    printed, errors = job.communicate(timeout=120)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    job = start(arguments, *layout, "--json", out=out, launcher=launcher)
+    printed, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     result = json.loads(printed)
     assert result["model"] == str(out / "model")
@@ -87,20 +89,19 @@ def test_ranks_leave_what_one_process_leaves(arguments: list[str], one_process: 
     for rank, name in enumerate(("events.jsonl", "events-rank1.jsonl")):
         events = told(out / name)
         assert {e["rank"] for e in events} == {rank}
-        assert [e["update"] for e in events if e["event"] == "train.update"] == list(range(1, 9))
+        assert [e["update"] for e in events if e["event"] == "train.update"] == list(range(1, STEPS + 1))
     ours, theirs = read_weights(out / "model"), read_weights(one_process / "model")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
 
 
-def test_a_killed_rank_ends_the_run_and_torchrun_goes_on_with_it(
-    arguments: list[str], one_process: Path, tmp_path: Path
-) -> None:
-    """Catches a job that hangs when one rank is gone, and a checkpoint that only the layout that wrote it can read:
-    the run of two sharded replicas is killed, and goes on as tensor parallel ranks that torchrun starts."""
+def test_a_run_outlives_a_killed_rank_and_ctrl_c(arguments: list[str], one_process: Path, tmp_path: Path) -> None:
+    """Catches a job that hangs when one rank is gone, a checkpoint that only the layout that wrote it can read, and a
+    starter that ends its ranks before they have saved. The run of two sharded replicas is killed, goes on as two tensor
+    parallel ranks, and is interrupted there."""
     out = tmp_path / "out"
-    sharded = ["--set", "parallel.replicas=2", "--set", "parallel.shard=true"]
-    job = start(arguments, "--devices", "2", *sharded, "--set", "save_every=1", "--set", "steps=8", out=out)
+    sharded = ["--set", "parallel.replicas=2", "--set", "parallel.shard=true", "--set", "save_every=1"]
+    job = start(arguments, "--devices", "2", *sharded, out=out)
     wait_for(out / "checkpoints" / "update-00000002", job)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     ranks = {_rank_of(int(child)): int(child) for child in children}
@@ -111,14 +112,21 @@ def test_a_killed_rank_ends_the_run_and_torchrun_goes_on_with_it(
     assert job.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
     assert not (out / "model").exists()
-    kept = sorted(entry.name for entry in (out / "checkpoints").glob("update-*"))
-    assert all((out / "checkpoints" / name / "state.json").exists() for name in kept)
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    job = start(arguments, "--set", "parallel.tensor=2", "--resume", out=out, launcher=launcher)
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    assert errors.count("parameters are trained") == 1
-    assert losses(out) == pytest.approx(losses(one_process), rel=1e-4)
+    killed = last_saved(out)
+    assert (out / "checkpoints" / f"update-{killed:08d}" / "state.json").exists()
+    job = start(arguments, "--devices", "2", "--set", "parallel.tensor=2", "--set", "save_every=1", "--resume", out=out)
+    wait_for(out / "checkpoints" / f"update-{killed + 2:08d}", job)
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 130, errors
+    assert killed + 2 <= last_saved(out) == max(losses(out)) < STEPS
+    assert not (out / "model").exists()
+    wanted = losses(one_process)
+    assert losses(out) == pytest.approx({update: wanted[update] for update in losses(out)}, rel=1e-4)
+
+
+def last_saved(out: Path) -> int:
+    return max(int(entry.name[-8:]) for entry in (out / "checkpoints").glob("update-*"))
 
 
 def _rank_of(process: int) -> str:

@@ -174,8 +174,11 @@ def _is_of_connection(error: Exception) -> bool:
     return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in words)
 
 
-def start_ranks(argv: Sequence[str], count: int) -> int:
+def start_ranks(argv: Sequence[str], count: int, grace_seconds: float = GRACE_SECONDS) -> int:
     """Run this command as `count` local ranks; returns 0, or the exit code of the first rank, which has said why.
+
+    Args:
+        grace_seconds: what ranks get to leave by themselves after Ctrl-C or a signal to end, which is sent on to them.
 
     Raises:
         RankError: another rank failed or was killed; the others were ended.
@@ -191,7 +194,11 @@ def start_ranks(argv: Sequence[str], count: int) -> int:
         stack.enter_context(_leaving_on_signals())
         for index, log in enumerate(logs):
             processes.append(_start(argv, index, count, listener, log))
-        return _watch(processes, logs)
+        try:
+            return _watch(processes, logs)
+        except (KeyboardInterrupt, SystemExit):
+            _end(processes, grace_seconds)
+            raise
 
 
 @contextmanager
@@ -314,12 +321,12 @@ def _how(code: int) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], grace_seconds: float = GRACE_SECONDS) -> None:
     """End the ranks that still run, first politely."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds
     for process in processes:
         try:
             process.wait(timeout=max(deadline - time.monotonic(), 0))

@@ -16,9 +16,11 @@ import typer
 
 from bluejay.cli.display import Display
 from bluejay.cli.environment import cache_folder, keep_compiled_steps, rank_of_launcher
-from bluejay.cli.launch import is_starter, ranks, start_ranks
+from bluejay.cli.launch import device_of_rank, is_heard, is_starter, ranks, start_ranks
 from bluejay.cli.plan import parse_memory
 from bluejay.events import ignore
+
+SAVING_SECONDS = 1800.0  # for ranks to finish an update and write a checkpoint after Ctrl-C
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -50,17 +52,15 @@ def train(
     run = on_devices(run, devices)
     made = check(run, resume, parse_memory(device_memory) if device_memory else 0)
     if is_starter(run.parallel.num_devices):
-        raise typer.Exit(start_ranks(program.obj, run.parallel.num_devices))
+        raise typer.Exit(start_ranks(program.obj, run.parallel.num_devices, SAVING_SECONDS))
     keep_compiled_steps((cache or cache_folder()) / "train")
-    rank = rank_of_launcher()
-    is_heard = rank is None or rank.index == 0
-    if is_heard and not quiet:
+    if is_heard() and not quiet:
         print(as_yaml(run), file=sys.stderr)
     with TrainDisplay(quiet) as display:
-        result = run_training(run, display if is_heard else ignore, resume=resume, made=made)
-    if is_heard and json:
+        result = run_training(run, display if is_heard() else ignore, resume=resume, made=made)
+    if is_heard() and json:
         print(json_format.dumps({**asdict(result), "model": result.model and str(result.model)}))
-    elif is_heard and not quiet:
+    elif is_heard() and not quiet:
         print(_last_line(run, result), file=sys.stderr)
     if result.stopped == "interrupted":
         raise typer.Exit(130)
@@ -139,8 +139,8 @@ def run_training(
     made = made or check(run, resume)
     out = Path(run.out)
     last = Checkpoints(out / "checkpoints", run.keep).last()
-    rank = rank_of_launcher()
-    with alone_in(out) if rank is None or rank.index == 0 else nullcontext():
+    run = replace(run, device=device_of_rank(run.device))
+    with alone_in(out) if is_heard() else nullcontext():
         return _train_alone(run, observe, last, made)
 
 
@@ -200,7 +200,9 @@ def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved
             text = f"{rows.num_cut} of {len(samples)} samples are longer than {length} tokens and were cut"
             tell(Event("warning", {"text": text}))
         digest = samples.digest()
-        asked = [run, model, digest, valid_samples and valid_samples.digest(), last and last.update]
+        data = [digest, valid_samples and valid_samples.digest()]
+        alike = replace(run, device="auto", out="")  # each has its own device, and only the first writes
+        asked = [alike, model, *_files(run, made), *data, last and last.update]
         with ranks(made.layout, asked, run.device) as mesh:
             built = prepare(run, tell, plan=made, mesh=mesh)
             trainer = Trainer(
@@ -219,6 +221,15 @@ def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved
         return result
     finally:
         events.close()
+
+
+def _files(run: TrainConfig, made: Plan) -> list[str]:
+    """What the model's files hold, where several ranks read them."""
+    from bluejay.build import digest_of_files
+    from bluejay.config import RunConfig
+
+    is_read = made.num_devices > 1 and not run.scratch
+    return [digest_of_files(RunConfig(model=run.model, offline=run.offline))] if is_read else []
 
 
 @contextmanager
