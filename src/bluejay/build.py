@@ -19,7 +19,7 @@ from bluejay.config import CompileSpec, Layout, ModelConfig, QuantSpec, RunConfi
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.kernels import ensure as ensure_kernels
-from bluejay.machine import default_cache_folder
+from bluejay.machine import available_memory_bytes, default_cache_folder
 from bluejay.models import GPTJ
 from bluejay.quant import QuantizedLinear, QuantizedSource, fake_quantize_model, quantize_model
 
@@ -181,7 +181,17 @@ def build(
     made = plan if plan is not None or mesh is None else _plan(run, config, dtype, packing, context)
     if weights:  # what is taken apart stays mapped until then, so that each rank holds its own part only
         read = dtype if mesh is None else checkpoint.dtype
-        load_weights(model, origin, dtype=read, strict=run.strict, verify=run.verify, observe=observe)
+        num_bytes = sum(info.num_bytes for info in origin.tensors.values())
+        large_pages = mesh is None and device.type == "cpu" and num_bytes < available_memory_bytes()
+        load_weights(
+            model,
+            origin,
+            dtype=read,
+            strict=run.strict,
+            verify=run.verify,
+            large_pages=large_pages,
+            observe=observe,
+        )
     meeting, pieces = None, tuple[GPTJ, ...]()
     if mesh is not None and made is not None:
         from bluejay.parallel import Meeting, apply, as_one  # half a second that one device does not need

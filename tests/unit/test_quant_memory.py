@@ -24,20 +24,23 @@ from bluejay.quant import QuantizedSource, quantize_checkpoint, quantize_model
 def convert(directory, target):
     quantize_checkpoint(open_checkpoint(directory), target, QuantSpec())
 
-def load(directory, target):
+def load(directory, target, large_pages=False):
     checkpoint = open_checkpoint(directory)
     source = checkpoint if checkpoint.quantization else QuantizedSource(checkpoint, QuantSpec())
     with torch.device("meta"):
         model = GPTJ(source.config)
     quantize_model(model, QuantSpec())
-    load_weights(model, source)
+    load_weights(model, source, large_pages=large_pages)
     return model
+
+def place(directory, target):
+    return load(directory, target, large_pages=True)
 
 def resident_bytes(field):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
-work = {"convert": convert, "load": load}[sys.argv[1]]
+work = {"convert": convert, "load": load, "place": place}[sys.argv[1]]
 tiny, large, target = sys.argv[2:]
 work(tiny, target + "-tiny")  # what torch allocates on first use is not the quantizer's
 before = resident_bytes("VmRSS:")
@@ -65,11 +68,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("work", "source", "limit_mb"),
     # Packed: 14 MB, the embedding, which stays: 49 MB, and pieces of it all, which the allocator gives back when it likes
     # (converting: 24 to 30 MB in five runs). Both models: 140 MB.
-    [("convert", "", 40), ("load", "", 110), ("load", "-packed", 25)],
+    [("convert", "", 40), ("load", "", 110), ("load", "-packed", 25), ("place", "-packed", 25)],
 )
 def test_peak_memory(checkpoints: Path, tmp_path: Path, work: str, source: str, limit_mb: int) -> None:
-    """The whole model held while it is packed, pages of the source that stay mapped, or a packed model read into memory
-    before it is needed."""
+    """The whole model held while it is packed, pages of the source that stay mapped, or a packed model that is held
+    twice: in its file's pages and in those it was copied to."""
     arguments = [str(checkpoints / f"{size}{source}") for size in ("tiny", "large")]
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, work, *arguments, str(tmp_path / "out")],

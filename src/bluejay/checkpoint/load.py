@@ -25,6 +25,7 @@ from bluejay.checkpoint.files import (
     read_json,
 )
 from bluejay.checkpoint.hub import resolve
+from bluejay.checkpoint.pages import LargePages, has_large_pages
 from bluejay.checkpoint.reader import TensorInfo, WeightFile, check_index, find_weights
 from bluejay.config import QUANT_FORMAT_VERSION, QUANT_METHOD, ZERO_CONVENTION, ModelConfig, QuantSpec
 from bluejay.errors import CheckpointError
@@ -62,6 +63,10 @@ class Checkpoint:
         info = self.tensors[name]
         file = self._files[info.file]
         return file.read(name) if dtype in (None, info.dtype) else file.convert(name, dtype)
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """One tensor into another of its shape; what was read before is not kept in memory."""
+        self._files[self.tensors[name].file].copy(name, target)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of some rows of a tensor, as stored; what was read before is not kept in memory."""
@@ -154,6 +159,7 @@ def load_weights(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     verify: bool = True,
+    large_pages: bool = False,
     observe: Observer = ignore,
 ) -> None:
     """Give a module on the meta device the checkpoint's weights, in `checkpoint.dtype` unless another is asked.
@@ -165,6 +171,7 @@ def load_weights(
     Args:
         strict: when false, a missing `lm_head.bias` becomes zeros, as other software does; all else stays an error.
         verify: refuse NaN and infinity.
+        large_pages: put packed weights into memory of large pages, where the system has them, rather than map them.
 
     Raises:
         CheckpointError: names or shapes differ from the module's, or a weight is not finite.
@@ -182,8 +189,18 @@ def load_weights(
     packed = checkpoint if isinstance(checkpoint, Checkpoint) and checkpoint.quantization else None
     broken = [name for name in sources.values() if not _stored_finite(packed, name)] if verify and packed else []
     done_bytes = 0
-    for parameter, name in sources.items():
-        weights[parameter] = checkpoint.read(name, dtypes[parameter])
+    buffers = [tensor for tensor in sources if not isinstance(tensor, nn.Parameter)] if large_pages else []
+    room = LargePages(sum(b.nbytes for b in buffers), len(buffers)) if buffers and has_large_pages() else None
+    # Packed weights come first: a mapping is not given up as long as a weight that stays in it is held.
+    for parameter, name in sorted(sources.items(), key=lambda item: isinstance(item[0], nn.Parameter)):
+        if room is None or isinstance(parameter, nn.Parameter):
+            weights[parameter] = checkpoint.read(name, dtypes[parameter])
+        else:
+            weights[parameter] = room.take(parameter.shape, parameter.dtype)
+            if packed:
+                packed.copy(name, weights[parameter])
+            else:
+                weights[parameter].copy_(checkpoint.read(name))
         if verify and packed is None and not _all_finite(weights[parameter]):
             broken.append(name)
         done_bytes += weights[parameter].nbytes

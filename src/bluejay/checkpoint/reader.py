@@ -84,9 +84,14 @@ class WeightFile:
         if not source.is_contiguous():
             return source.to(dtype, memory_format=torch.contiguous_format)
         result = torch.empty(source.shape, dtype=dtype)
-        itemsize = source.element_size()
-        step = self._limit // itemsize
         del source
+        self.copy(name, result)
+        return result
+
+    def copy(self, name: str, result: Tensor) -> None:
+        """A contiguous tensor into another of its shape, as `convert`."""
+        itemsize = self._tensors[name].element_size()
+        step = self._limit // itemsize
         target = result.view(-1)
         for start in range(0, target.numel(), step):
             part = target[start : start + step]
@@ -94,7 +99,6 @@ class WeightFile:
             self._make_room(part_bytes)
             part.copy_(self._tensors[name].view(-1)[start : start + step])
             self._touched_bytes += part_bytes
-        return result
 
     @property
     def _limit(self) -> int:
