@@ -33,7 +33,7 @@ def arguments(_tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     config.write_text(
         f"model: {_tiny_checkpoint}\ncompile: eager\nprecision: fp32\n"
         f"data: {{train: {data}, valid: {data}, layout: rows, length: 24}}\n"
-        f"steps: {STEPS}\nmicro_batch: 2\nglobal_batch: 8\noptimizer: {learning_rate: 2.0e-3}\n"
+        f"steps: {STEPS}\nmicro_batch: 2\nglobal_batch: 8\noptimizer: {{learning_rate: 2.0e-3}}\n"
     )
     return ["train", "--config", str(config)]
 
