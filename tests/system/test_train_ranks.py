@@ -145,6 +145,7 @@ def _rank_of(process: int) -> str:
         (["--devices", "2", "--set", "global_batch=6"], "6 with micro_batch=2"),
         (["--set", "parallel.tensor=2", "--set", "lora.rank=2"], "LoRA over"),
         (["--devices", "2", "--set", "parallel.tensor=2", "--device-memory", "100KiB"], "each device would hold"),
+        (["--device-memory", "1GiB", "--set", "lora.rank=2"], "adapters need far less"),
         (["--device-memory", "plenty"], "a size with its unit"),
         (["--set", "parallel.stages=2", "--set", "parallel.micro_batches=3"], "use one of 1, 2, 4"),
     ],

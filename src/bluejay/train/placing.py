@@ -8,10 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bluejay.build import Built
 from bluejay.config import ModelConfig, TrainConfig, Workload
+from bluejay.errors import ConfigError
 from bluejay.events import Observer
 from bluejay.parallel import Plan, PlannedRanks, PlannedStep, plan
 from bluejay.train.precision import DTYPES
 from bluejay.train.step import Alone, LocalStep, Ranks, Step
+from bluejay.units import format_bytes
 
 
 def plan_of(config: TrainConfig, model: ModelConfig, device_memory: int = 0) -> Plan:
@@ -22,15 +24,24 @@ def plan_of(config: TrainConfig, model: ModelConfig, device_memory: int = 0) -> 
         device_memory: bytes of each device; 0 does not ask whether it fits.
 
     Raises:
-        ConfigError: the layout contradicts the model or the batch, with the nearest one that does not.
+        ConfigError: the layout contradicts the model or the batch, with the nearest one that does not; or adapters are
+            to fit a memory, of which a plan knows nothing.
         MachineError: a device would overflow, with its largest items and what would shrink them.
     """
+    if config.lora.rank and device_memory:
+        raise ConfigError(
+            asked=f"a plan of lora.rank={config.lora.rank} for {format_bytes(device_memory)}",
+            found="a planner that counts the state of all weights",
+            rule="adapters need far less: a refusal would be wrong",
+            fix="leave --device-memory out",
+        )
     work = Workload(
         job="train",
         dtype=str(DTYPES[config.precision]).removeprefix("torch."),
         rows=config.micro_batch,
         context=config.data.length,
         gradient_accumulation=config.accumulation(),
+        optimizer=config.optimizer.name,
         master_weights=config.masters,
         recompute=config.recompute,
     )
