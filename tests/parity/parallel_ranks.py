@@ -33,12 +33,9 @@ from bluejay.parallel import (
     Meeting,
     PlannedStep,
     Rank,
-    Replicas,
     apply,
     build_mesh,
-    collect,
     cut_part,
-    deal,
     join,
     leave,
     own_part,
@@ -498,17 +495,6 @@ def three_chunks_check() -> None:
         add_gradients(step, ids, targets, torch.ones(()), 8)
 
 
-def evaluation_check(replicas: int) -> None:
-    """B-58: 11 samples in static batches of 4 on several replicas give 11 answers, in the samples' order."""
-    mesh = build_mesh(Layout(replicas=replicas))
-    if dist.get_rank() >= replicas:
-        return
-    group = Replicas(mesh)
-    dealt = deal(11, group.count, 4)
-    mine = [[sample * sample for sample in batch] for batch in dealt[group.index]]
-    assert collect(dealt, group.gather(mine)) == [i * i for i in range(11)]
-
-
 def everything() -> list[tuple[str, Callable[[], None]]]:
     """Every check by name, in the order in which all ranks do them."""
     every: list[tuple[str, Callable[[], None]]] = [(c.name, partial(train_check, c)) for c in checks()]
@@ -525,7 +511,6 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     every.append(("another prompt on one rank", other_prompt_check))
     every.append(("bias of 100", large_bias_check))
     every.append(("8 rows in 3 micro-batches", three_chunks_check))
-    every += [(f"11 samples, data {n}", partial(evaluation_check, n)) for n in (2, 3, 4)]
     return every
 
 

@@ -63,7 +63,7 @@ def test_ranks_equal_one_process(name: str, reports: list[dict[str, str]]) -> No
 
     B-52 a row-parallel bias added by every rank, or its gradient divided; layer-norm gradients that lack the other
     ranks' part; B-56 pipeline gradients scaled by micro-batches or passes, and rows that do not divide; B-33 means of
-    means over unequal token counts; a vocabulary of 65 whose padding is counted; B-58 samples twice or not at all;
+    means over unequal token counts; a vocabulary of 65 whose padding is counted;
     law 5 a quantization group that two ranks share.
     """
     for rank, report in enumerate(reports):

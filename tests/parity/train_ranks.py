@@ -183,6 +183,20 @@ def curve_check(layout: Layout, relative: float = 1e-4, model: ModelConfig = MOD
     same_weights(found, weights, 10 * relative)
 
 
+def evaluation_check(replicas: int) -> None:
+    """B-58: 11 rows in batches of 4 on several replicas are 11 rows, each once; the last batches are not full."""
+    layout = Layout(replicas=replicas)
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    config = replace(BASE, micro_batch=4, gradient_accumulation=1, global_batch=0)
+    wanted = trainer_over(config, folder_for("alone")).trainer.evaluate(VALID)
+    run = trainer_over(replace(config, parallel=layout), folder_for("evaluated"), mesh=mesh)
+    found, some = run.trainer.evaluate(VALID), run.trainer.evaluate(VALID, 5)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert some[1] == int(sum(VALID.batch(np.array([row]), 1).num_targets for row in np.sort(VALID.order(0, 0))[:5]))
+
+
 def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: Any) -> None:
     """Five updates under one layout, a stop, the rest under another: one process's eight, or straight ones' bits."""
     meshes = in_mesh(first), in_mesh(then)
@@ -341,6 +355,7 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
         every.append((f"curve, {name}", partial(curve_check, layout)))
     shared = Layout(stages=2, replicas=2, shard=True, schedule="interleaved", chunks=2, micro_batches=2)
     every.append(("curve, sharded interleaved", partial(curve_check, shared, micro_batch=1, ema=0.9)))
+    every += [(f"11 rows, data {n}", partial(evaluation_check, n)) for n in (2, 3, 4)]
     smoothed = {"label_smoothing": 0.1, "recompute": True}
     for name in ("tensor 2", "pipeline 2"):
         every.append((f"smoothed, {name}", partial(curve_check, LAYOUTS[name], **smoothed)))

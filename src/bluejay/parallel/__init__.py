@@ -9,14 +9,12 @@ from bluejay.parallel.mesh import Rank, build_mesh, from_all, from_first, group_
 from bluejay.parallel.partition import balance, even_shares, nearest_shares, rows_at_once, share_layers
 from bluejay.parallel.peers import PlannedRanks, Replicas
 from bluejay.parallel.plan import Plan, Stage, plan, propose
-from bluejay.parallel.rows import PADDING, collect, deal
 from bluejay.parallel.schedule import Action, bubble, in_flight, timeline
 from bluejay.parallel.state import own_part, own_values, whole_tensors
 from bluejay.parallel.step import PlannedStep
 
 __all__ = [
     "IGNORED",
-    "PADDING",
     "Action",
     "Meeting",
     "Memory",
@@ -32,11 +30,9 @@ __all__ = [
     "balance",
     "bubble",
     "build_mesh",
-    "collect",
     "cross_entropy_sum",
     "cut_model",
     "cut_part",
-    "deal",
     "even_shares",
     "from_all",
     "from_first",

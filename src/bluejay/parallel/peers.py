@@ -34,13 +34,6 @@ class Replicas:
             dist.all_reduce(values, group=self._group)
         return values
 
-    def gather(self, value: T) -> list[T]:
-        """Every replica's value, in their order; any picklable object."""
-        values: list[Any] = [value] * self.count
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
     def sum_gradients(self, gradients: list[Tensor]) -> None:
         """Replace each replica's gradients by their sum, in place; those that are shared out are summed already."""
         if self._group is None or self._shard:
