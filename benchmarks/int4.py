@@ -1,14 +1,16 @@
 """Four-bit matrix products at 6B width against the machine's ceilings and other libraries.
 
-    python benchmarks/int4.py                 # 28 layers: needs 6 GB of free memory
+    python benchmarks/int4.py                 # 28 layers: needs 9 GB of free memory
     python benchmarks/int4.py --layers 4      # in a minute
 
 In every round the ceilings are measured and the contestants take turns, so that a busy moment meets all of them. There
-are as many matrices as in the model, so that no cache holds them. Libraries that are not installed are named.
+are as many matrices as in the model, so that no cache holds them. Libraries that are not installed are named; of
+llama.cpp the library of its products, ggml, is enough (`pip install ggml-python`, or llama-cpp-python).
 
-Ceilings: bytes/s that this machine reads, by `measure_read_bandwidth`; FLOP/s of its bf16 matrix products, by
-`measure_gemm`; integer dot products/s, where it has that instruction, by a loop of nothing else in all threads. The
-roofline of a product is the longer of reading its weights and of computing it at the ceiling of what computes it.
+Ceilings: bytes/s that this machine reads, in small or in large pages, whichever is faster; FLOP/s of its bf16 matrix
+products, by `measure_gemm`; integer dot products/s, where it has that instruction, by a loop of nothing else in all
+threads. The roofline of a product is the longer of reading its weights and of computing it at the ceiling of what
+computes it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from common import write_record
 from torch import Tensor
 
 from bluejay import kernels
+from bluejay.checkpoint import LargePages, has_large_pages
 from bluejay.machine import cpu, cxx_compiler, default_cache_folder, measure_gemm, measure_read_bandwidth
 
 GROUP = 64
@@ -55,10 +59,14 @@ class Product:
 
 @dataclass
 class Contestant:
-    """A library with the matrices of `layers` layers and of the head, in the model's order."""
+    """A library with the matrices of `layers` layers and of the head, in the model's order.
+
+    One that gives no products of matrices has a whole model as its only product.
+    """
 
     layers: list[list[Product]]
     head: list[Product]
+    settings: dict[str, Any] = field(default_factory=dict)
     ceiling: str = ""  # of what computes it
     skip: tuple[int, ...] = ()  # numbers of rows that take it minutes
     taken: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
@@ -73,20 +81,28 @@ def of_matrices(layers: int, make: Callable[[int, int], Product], **fields: Any)
 
 
 def ours(layers: int) -> Contestant:
+    """Our own, in pages as large as those that loading a packed model puts its weights into."""
+    num_weights = sum(outputs * inputs for outputs, inputs in (*LAYER * layers, HEAD))
+    large = has_large_pages()
+    room = LargePages(num_weights // 2 + num_weights // GROUP * 4, 3 * (len(LAYER) * layers + 1)) if large else None
+
+    def take(content: Tensor) -> Tensor:
+        return content.clone() if room is None else room.take(content.shape, content.dtype).copy_(content)
+
     content = torch.randint(-(2**31), 2**31 - 1, (HEAD[0] * HEAD[1] // 8,), dtype=torch.int32)
 
     def make(outputs: int, inputs: int) -> Product:
         blocks, groups = outputs // 16, inputs // GROUP
-        codes = content[: outputs * inputs // 8].clone().view(blocks, inputs // 8, 16)
-        scales = torch.full((blocks, groups, 16), 0.01).half()
-        biases = torch.full((blocks, groups, 16), -0.075).half()
+        codes = take(content[: outputs * inputs // 8]).view(blocks, inputs // 8, 16)
+        scales = take(torch.full((blocks, groups, 16), 0.01).half())
+        biases = take(torch.full((blocks, groups, 16), -0.075).half())
         return Product(
             lambda x: kernels.int4_linear(x[inputs], codes, scales, biases, None, outputs, GROUP),
             codes.nbytes + scales.nbytes + biases.nbytes,
             outputs * inputs,
         )
 
-    return of_matrices(layers, make, ceiling="dot_products_per_second")
+    return of_matrices(layers, make, ceiling="dot_products_per_second", settings={"large_pages": large})
 
 
 def torch_int4(layers: int) -> Contestant:
@@ -167,7 +183,164 @@ def openvino(layers: int, precision: str, int8_group: int) -> Contestant:
 
         return Product(multiply, num_bytes, sum(outputs * inputs for outputs, inputs in shapes))
 
-    return Contestant([[make(LAYER)] for _ in range(layers)], [make((HEAD,))])
+    return Contestant([[make(LAYER)] for _ in range(layers)], [make((HEAD,))], settings=config)
+
+
+def ggml_folder() -> Path | None:
+    """Where the library of llama.cpp's products is: it comes with either package."""
+    for name in ("llama_cpp", "ggml"):
+        spec = find_spec(name)
+        folder = Path(spec.origin).parent / "lib" if spec and spec.origin else Path()
+        if (folder / "libggml-cpu.so").is_file():
+            return folder
+    return None
+
+
+def llama(layers: int, folder: Path) -> Contestant:
+    """llama.cpp's products of Q4_0 weights (groups of 32, x rounded to 8 bits): a graph per layer and one of the head.
+
+    Weights lie as llama.cpp lays them for this processor when it loads a model.
+    """
+    import numpy as np
+
+    base, native = (
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in ("libggml-base.so", "libggml-cpu.so")
+    )
+    q4_0, f32, group = 2, 0, 32
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+
+    class Parameters(ctypes.Structure):
+        _fields_ = (("mem_size", size), ("mem_buffer", pointer), ("no_alloc", ctypes.c_bool))
+
+    def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+        found = library[name]
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    init = function(base, "ggml_init", pointer, Parameters)
+    new_matrix = function(base, "ggml_new_tensor_2d", pointer, pointer, ctypes.c_int, number, number)
+    matmul = function(base, "ggml_mul_mat", pointer, pointer, pointer, pointer)
+    new_graph = function(base, "ggml_new_graph", pointer, pointer)
+    expand = function(base, "ggml_build_forward_expand", None, pointer, pointer)
+    allocate = function(base, "ggml_backend_alloc_ctx_tensors_from_buft", pointer, pointer, pointer)
+    fill = function(base, "ggml_backend_tensor_set", None, pointer, pointer, size, size)
+    compute = function(base, "ggml_backend_graph_compute", ctypes.c_int, pointer, pointer)
+    name_of = function(base, "ggml_backend_buft_name", ctypes.c_char_p, pointer)
+    device = function(base, "ggml_backend_reg_dev_get", pointer, pointer, size)(
+        function(native, "ggml_backend_cpu_reg", pointer)(), 0
+    )
+    address = function(base, "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)(
+        function(native, "ggml_backend_cpu_reg", pointer)(), b"ggml_backend_dev_get_extra_bufts"
+    )
+    plain = function(base, "ggml_backend_dev_buffer_type", pointer, pointer)(device)
+    own = ctypes.CFUNCTYPE(ctypes.POINTER(pointer), pointer)(address)(device)[0] or plain
+    backend = function(native, "ggml_backend_cpu_init", pointer)()
+    function(native, "ggml_backend_cpu_set_n_threads", None, pointer, ctypes.c_int)(backend, torch.get_num_threads())
+    blocks = np.random.default_rng(0).integers(0, 256, (HEAD[0] * HEAD[1] // group, 18), dtype=np.uint8)
+    blocks[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)  # each group's scale
+    kept: dict[tuple[int, int], Any] = {}
+
+    def context() -> Any:
+        return init(Parameters(2**20, None, True))
+
+    def input_of(x: Tensor) -> Any:
+        """x in fp32 as ggml's tensor, made once."""
+        rows, width = x.shape
+        if (rows, width) not in kept:
+            owner = context()
+            tensor = new_matrix(owner, f32, width, rows)
+            allocate(owner, plain)
+            wide = x.float()
+            fill(tensor, wide.data_ptr(), 0, wide.nbytes)
+            kept[rows, width] = tensor
+        return kept[rows, width]
+
+    def make(shapes: tuple[tuple[int, int], ...]) -> Product:
+        owner = context()
+        weights = [(new_matrix(owner, q4_0, inputs, outputs), inputs) for outputs, inputs in shapes]
+        allocate(owner, own)
+        num_bytes = 0
+        for (weight, _), (outputs, inputs) in zip(weights, shapes, strict=True):
+            count = outputs * inputs // group * 18
+            fill(weight, blocks.ctypes.data, 0, count)
+            num_bytes += count
+        graphs: dict[int, Any] = {}
+
+        def multiply(x: Inputs) -> object:
+            rows = len(x[shapes[0][1]])
+            if rows not in graphs:
+                scratch = context()
+                results = [matmul(scratch, weight, input_of(x[inputs])) for weight, inputs in weights]
+                graphs[rows] = new_graph(scratch)
+                for result in results:
+                    expand(graphs[rows], result)
+                allocate(scratch, plain)
+            assert compute(backend, graphs[rows]) == 0
+            return graphs[rows]
+
+        return Product(multiply, num_bytes, sum(outputs * inputs for outputs, inputs in shapes))
+
+    settings = {
+        "ggml": function(base, "ggml_version", ctypes.c_char_p)().decode(),
+        "type": "Q4_0, groups of 32",
+        "layout": name_of(own).decode(),
+        "threads": torch.get_num_threads(),
+    }
+    return Contestant([[make(LAYER)] for _ in range(layers)], [make((HEAD,))], settings=settings)
+
+
+def ctranslate2(layers: int) -> Contestant:
+    """CTranslate2, which has no four bits on a CPU and gives no products: GPT-J in int8 as a whole, one token a row.
+
+    Norms, attention to one token and the logits' copy are within its time: small beside the products.
+    """
+    import ctranslate2 as ct
+    import numpy as np
+    from ctranslate2.specs import TransformerDecoderModelSpec
+    from ctranslate2.specs.common_spec import Activation
+
+    width, inner, vocabulary = HEAD[1], LAYER[4][0], HEAD[0]
+    spec = TransformerDecoderModelSpec.from_config(
+        layers,
+        16,
+        activation=Activation.GELUTanh,
+        rotary_dim=64,
+        rotary_interleave=False,
+        parallel_residual=True,
+        shared_layer_norm=True,
+    )
+    generator = np.random.default_rng(0)
+
+    def fill(part: Any, outputs: int, inputs: int, bias: bool = False) -> None:
+        part.weight = generator.integers(-127, 128, (outputs, inputs), dtype=np.int8)
+        part.weight_scale = np.full(outputs, 6350, np.float32)  # what a weight is multiplied by to get its code
+        if bias:
+            part.bias = np.zeros(outputs, np.float32)
+
+    def norm(part: Any) -> None:
+        part.gamma, part.beta = np.ones(width, np.float32), np.zeros(width, np.float32)
+
+    decoder = spec.decoder
+    decoder.scale_embeddings = False
+    fill(decoder.embeddings, vocabulary, width)
+    norm(decoder.layer_norm)
+    fill(decoder.projection, vocabulary, width, bias=True)
+    for layer in decoder.layer:
+        norm(layer.shared_layer_norm)
+        fill(layer.self_attention.linear[0], 3 * width, width)
+        fill(layer.self_attention.linear[1], width, width)
+        fill(layer.ffn.linear_0, inner, width, bias=True)
+        fill(layer.ffn.linear_1, width, inner, bias=True)
+    spec.register_vocabulary([f"<{i}>" for i in range(vocabulary)])
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "<0>"
+    with tempfile.TemporaryDirectory() as folder:
+        spec.validate()
+        spec.save(folder)
+        model = ct.Generator(folder, compute_type="int8", intra_threads=torch.get_num_threads())
+    weights = sum(outputs * inputs for outputs, inputs in (*LAYER * layers, HEAD))
+    product = Product(lambda x: model.forward_batch([[i] for i in range(len(x[width]))]), weights, weights)
+    settings = {"compute_type": model.compute_type, "layers": layers, "of": "a whole model"}
+    return Contestant([[product]], [], settings=settings, skip=(512,))
 
 
 # Dot products of four bytes in each of 16 lanes, into twelve registers so that none waits for another.
@@ -190,6 +363,16 @@ def build_peak(folder: Path) -> ctypes.CDLL | None:
     flags = ["-O2", "-mavx512f", "-mavx512vnni", "-shared", "-fPIC"]
     subprocess.run([compiler.path, *flags, "peak.cpp", "-o", "peak.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "peak.so"))
+
+
+def measure_read(buffer: Tensor) -> float:
+    """Bytes/s that this machine reads: of memory as torch allocates it, or in `buffer` if that is faster."""
+    seconds = []
+    for _ in range(7):
+        started = time.perf_counter()
+        buffer.sum()
+        seconds.append(time.perf_counter() - started)
+    return max(measure_read_bandwidth(), buffer.nbytes / statistics.median(seconds))
 
 
 def measure_dot_products(peak: ctypes.CDLL, repeats: int = 100_000_000) -> float:
@@ -217,9 +400,11 @@ def roofline(contestant: Contestant, rows: int, ceilings: dict[str, float]) -> d
 
 
 def absent() -> Iterator[str]:
-    for name in ("openvino", "ctranslate2", "llama_cpp"):
+    for name in ("openvino", "ctranslate2"):
         if find_spec(name) is None:
             yield name
+    if ggml_folder() is None:
+        yield "llama.cpp"
 
 
 def main() -> None:
@@ -238,13 +423,22 @@ def main() -> None:
     if find_spec("openvino"):
         contestants["openvino bf16"] = openvino(args.peer_layers, "bf16", 0)
         contestants["openvino int8"] = openvino(args.peer_layers, "f32", 32)
+        contestants["openvino int8"].settings["version"] = version("openvino")
+    if folder := ggml_folder():
+        contestants["llama.cpp"] = llama(args.peer_layers, folder)
+    if find_spec("ctranslate2"):
+        contestants["ctranslate2"] = ctranslate2(args.peer_layers)
+        contestants["ctranslate2"].settings["version"] = version("ctranslate2")
     inputs = {rows: {width: torch.randn(rows, width).bfloat16() for width in (4096, 16384)} for rows in ROWS}
     rounds: dict[str, list[float]] = {"read_bytes_per_second": [], "gemm_bfloat16_flops": []}
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        peak = build_peak(Path(folder))
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as temporary:
+        peak = build_peak(Path(temporary))
+        shape = torch.Size((2**25,))
+        buffer = LargePages(2**28, 1).take(shape, torch.int64) if has_large_pages() else torch.empty(shape).long()
+        buffer.fill_(1)
         for i in range(args.rounds + 1):  # the first warms up
             measured = {
-                "read_bytes_per_second": measure_read_bandwidth(),
+                "read_bytes_per_second": measure_read(buffer),
                 "gemm_bfloat16_flops": measure_gemm(torch.bfloat16),
             }
             if peak:
@@ -297,7 +491,14 @@ def main() -> None:
     for name in absent():
         print(f"{name} is not installed")
     config = {"layers": args.layers, "peer_layers": args.peer_layers, "rounds": args.rounds, "group_size": GROUP}
-    write_record("int4", {"config": config, "ceilings": ceilings, "figures": figures, "not_installed": list(absent())})
+    record = {
+        "config": config,
+        "settings": {name: contestant.settings for name, contestant in contestants.items() if contestant.settings},
+        "ceilings": ceilings,
+        "figures": figures,
+        "not_installed": list(absent()),
+    }
+    write_record("int4", record)
 
 
 if __name__ == "__main__":
