@@ -1,6 +1,9 @@
 """Several ranks on one machine: how long stages wait, what is sent, and what two ranks cost and gain.
 
-    python benchmarks/parallel.py
+    python benchmarks/parallel.py waiting
+    python benchmarks/parallel.py prepare    # compiles what is measured next, into the store of programs
+    python benchmarks/parallel.py decode
+    python benchmarks/parallel.py training
 
 Waiting is measured with stages that sleep instead of computing, through the same schedules and sends, so that it does
 not depend on how many cores there are. Bytes are those handed to torch's collectives. Costs are the bundled model's,
@@ -59,7 +62,14 @@ GENERATED = {
     "one rank, 2 threads": Layout(),
     "tensor 2": Layout(tensor=2),
     "pipeline 2": Layout(stages=2),
+    "pipeline 2, device loop": Layout(stages=2),
 }
+DECODES = [
+    (name, layout, rows, backend)
+    for backend in ("eager", "inductor")
+    for rows in (1, 8)
+    for name, layout in GENERATED.items()
+]
 
 
 class _Nap(torch.autograd.Function):
@@ -98,7 +108,9 @@ class Sent(TorchDispatchMode):
         name = func.name()
         if name.startswith("c10d::") and "recv" not in name and "barrier" not in name:
             given = args[1] if "gather" in name or "reduce_scatter" in name else args[0]  # after the output
-            self.num_bytes += sum(t.nbytes for t in tree_flatten(given)[0] if isinstance(t, Tensor))
+            # Of a broadcast, who sends it.
+            sends = "broadcast" not in name or dist.ProcessGroup.unbox(args[1]).rank() == args[2]
+            self.num_bytes += sends * sum(t.nbytes for t in tree_flatten(given)[0] if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -172,31 +184,36 @@ def trained(name: str, layout: Layout) -> dict[str, Any] | None:
     }
 
 
-def generated(name: str, layout: Layout, rows: int) -> dict[str, Any] | None:
+def generated(name: str, layout: Layout, rows: int, backend: str, prepare: bool) -> dict[str, Any] | None:
     """Seconds of a decode step of the bundled model, and the bytes it sends."""
     mesh = build_mesh(layout)
     if dist.get_rank() >= layout.num_devices:
         return None
     torch.set_num_threads(2 if "2 threads" in name else 1)
-    spec = CompileSpec(backend="eager")
-    run = RunConfig(model="nano", max_rows=rows, context=128, compile=spec, layout=layout, verify=False)
+    spec = CompileSpec(backend=backend)  # type: ignore[arg-type]
+    loop: Any = "device" if "device loop" in name else "host"
+    run = RunConfig("nano", max_rows=rows, context=128, compile=spec, layout=layout, verify=False, loop=loop)
     engine = Engine(build(run, mesh=mesh if layout.num_devices > 1 else None))
     prompts = [[5 + i, 6, 7, 8] for i in range(rows)]
-    request = GenerationConfig(max_new_tokens=33, ignore_eos=True)
+    request = GenerationConfig(max_new_tokens=2 if prepare else 33, ignore_eos=True)
     seconds, sent_bytes = [], 0
+    if prepare:
+        engine.generate(prompts, request)
+        return {"compilations": engine.figures.compilations}
     for _ in range(1 + ROUNDS):
         before = engine.figures
         engine.generate(prompts, request)
         seconds.append((engine.figures.decode_seconds - before.decode_seconds) / 32)
-    for tokens in (33, 17):
+    for tokens in (17, 9):
         with Sent() as sent:
             engine.generate(prompts, GenerationConfig(max_new_tokens=tokens, ignore_eos=True))
-        sent_bytes = sent.num_bytes if tokens == 33 else (sent_bytes - sent.num_bytes) // 16
+        sent_bytes = sent.num_bytes if tokens == 17 else (sent_bytes - sent.num_bytes) // 8
     config = engine.model.config
     made = plan(config, layout, Workload(dtype="float32", rows=rows, context=128))
     traffic = made.stages[place_of(mesh)["stage"]].traffic
     return {
         "layout": name,
+        "backend": backend,
         "rows": rows,
         "seconds_per_step": statistics.median(seconds[1:]),
         "tokens_per_second": rows / statistics.median(seconds[1:]),
@@ -205,15 +222,17 @@ def generated(name: str, layout: Layout, rows: int) -> dict[str, Any] | None:
     }
 
 
-def as_rank(index: int, count: int, port: int, file: Path) -> None:
+def as_rank(index: int, count: int, port: int, file: Path, part: str) -> None:
     """What each rank does; every rank's figures are gathered and the first one's file has them."""
     join(Rank(index, count, "127.0.0.1", port), timeout_seconds=120)
     figures: dict[str, list[Any]] = {"waiting": [], "training": [], "decode": []}
-    if count == 4:
+    if part == "waiting":
         figures["waiting"] = [waiting(*arguments) for arguments in PASSES]
-    else:
+    elif part == "training":
         figures["training"] = [trained(name, layout) for name, layout in TRAINED.items()]
-        figures["decode"] = [generated(name, layout, rows) for rows in (1, 8) for name, layout in GENERATED.items()]
+    else:
+        decodes = [arguments for arguments in DECODES if part == "decode" or arguments[-1] != "eager"]
+        figures["decode"] = [generated(*arguments, prepare=part == "prepare") for arguments in decodes]
     everyone: list[Any] = [None] * count
     dist.all_gather_object(everyone, figures)
     if index == 0:
@@ -221,7 +240,7 @@ def as_rank(index: int, count: int, port: int, file: Path) -> None:
     leave()
 
 
-def in_world(count: int) -> list[dict[str, list[Any]]]:
+def in_world(count: int, part: str) -> list[dict[str, list[Any]]]:
     """Start `count` ranks of this script; returns each rank's figures."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -231,7 +250,7 @@ def in_world(count: int) -> list[dict[str, list[Any]]]:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, __file__]
         ranks = [
-            subprocess.Popen([*command, str(i), str(count), str(port), str(file)], env=environment)
+            subprocess.Popen([*command, str(i), str(count), str(port), str(file), part], env=environment)
             for i in range(count)
         ]
         codes = [rank.wait() for rank in ranks]
@@ -240,35 +259,54 @@ def in_world(count: int) -> list[dict[str, list[Any]]]:
         return answer
 
 
-def main() -> None:
-    measured = ceilings((torch.float32,))
+def waiting_of_stages() -> None:
+    """Measure and record how long stages wait."""
     load = os.getloadavg()[0]
-    print(f"ceilings: {measured}, load {load:.1f}")
-    four, two = in_world(4), in_world(2)
-    rows = four[0]["waiting"]
+    rows = in_world(4, "waiting")[0]["waiting"]
     for row in rows:
         print(
             f"{row['schedule']:12} {row['stages']} stages, {row['micro_batches']:2} micro-batches, "
             f"{row['chunks']} chunks: stages wait {row['measured']:.1%}, formula {row['formula']:.1%}"
         )
+    write_record("parallel_waiting", {"load_before": load, "waiting": rows})
+
+
+def training_over_ranks() -> None:
+    """Measure and record what two ranks send, cost and gain in training."""
+    load, measured = os.getloadavg()[0], ceilings((torch.float32,))
+    print(f"ceilings: {measured}, load {load:.1f}")
+    two = in_world(2, "training")
     training = [[rank["training"][i] for rank in two if rank["training"][i]] for i in range(len(TRAINED))]
     for ranks in training:
         sent = [(rank["sent_bytes"], rank["planned_bytes"]) for rank in ranks]
-        print(f"training {ranks[0]['layout']:19} {ranks[0]['tokens_per_second']:8.0f} tokens/s, sent, planned: {sent}")
-    decode = [[rank["decode"][i] for rank in two if rank["decode"][i]] for i in range(2 * len(GENERATED))]
+        print(f"{ranks[0]['layout']:19} {ranks[0]['tokens_per_second']:8.0f} tokens/s, sent, planned: {sent}")
+    write_record("parallel_training", {"ceilings": measured, "load_before": load, "training": training})
+
+
+def decode_over_ranks() -> None:
+    """Measure and record what two ranks send, cost and gain in generation."""
+    load, measured = os.getloadavg()[0], ceilings((torch.float32,))
+    print(f"ceilings: {measured}, load {load:.1f}")
+    two = in_world(2, "decode")
+    decode = [[rank["decode"][i] for rank in two if rank["decode"][i]] for i in range(len(DECODES))]
     for ranks in decode:
         sent = [(rank["sent_bytes_per_step"], rank["planned_bytes_per_step"]) for rank in ranks]
         print(
-            f"decode {ranks[0]['rows']} rows {ranks[0]['layout']:19} {ranks[0]['tokens_per_second']:8.0f} tokens/s, "
-            f"sent, planned a step: {sent}"
+            f"{ranks[0]['backend']:8} {ranks[0]['rows']} rows {ranks[0]['layout']:23} "
+            f"{ranks[0]['tokens_per_second']:8.0f} tokens/s, sent, planned a step: {sent}"
         )
-    write_record(
-        "parallel", {"ceilings": measured, "load_before": load, "waiting": rows, "training": training, "decode": decode}
-    )
+    write_record("parallel_decode", {"ceilings": measured, "load_before": load, "decode": decode})
 
+
+PARTS = {
+    "waiting": waiting_of_stages,
+    "training": training_over_ranks,
+    "prepare": lambda: print(in_world(2, "prepare")),
+    "decode": decode_over_ranks,
+}
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
+    if len(sys.argv) == 2:
+        PARTS[sys.argv[1]]()
     else:
-        as_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        as_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
