@@ -177,7 +177,7 @@ class Held:
         tables = (hidden + self._kept_by_head()) * self.has_head
         at_layer = self._layer_workspace(layer) if self.num_layers else 0
         begun = _Moment(
-            all_gradients if adds_up else 4 * sum(part.elements for part in units[-1]),
+            all_gradients if adds_up else 4 * sum(part.elements for unit in units[-1:] for part in unit),
             flight * chunk + last * tables,
             max(at_layer, self._head_workspace()),
         )
@@ -206,7 +206,10 @@ class Held:
         rows = self._tokens * self.item * (2 * config.n_embd + inner)
         matrix = self._gradient_bytes(config.n_embd * inner, self.item)
         again = layer - self._tokens * config.n_embd * self.item if work.recompute else 0
-        return rows + matrix + again + self._gathered(1)
+        if self.layout.shard:  # this layer's weights, the next one's, and gradients, which are summed in fp32
+            ends, head, one = self._whole_elements()
+            matrix = 4 * ends + 4 * head + (2 * self.item + 4) * one
+        return rows + matrix + again
 
     def _gradient_bytes(self, elements: float, item: int) -> float:
         """Of a gradient while it is added to the sum in fp32: itself, and its copy in fp32."""
@@ -229,7 +232,8 @@ class Held:
         table = self._tokens * self.cut_vocab
         if not self.is_whole:
             last = table * (self.item - 4) + self._gradient_bytes(matrix, self.item)
-            return max(table * (4 + low), last) + cast + self._gathered(-1)
+            gathered = 4 * self._whole_elements()[0] if self.layout.shard else 0
+            return max(table * (4 + low), last) + cast + gathered
         table = min(self._tokens, CHUNK_TOKENS) * self.cut_vocab
         several = self._tokens > CHUNK_TOKENS
         alone = 2 * (4 + low) if several else 5 + 2.5 * low
@@ -240,22 +244,18 @@ class Held:
             return 0
         part = self.units()[0][0]
         width = self._tokens * self.config.n_embd * (self.item + 4)
-        again = self.workload.gradient_accumulation > 1
+        if self.layout.shard:
+            return width + 8 * self._whole_elements()[0]
         matrix = self._gradient_bytes(self.cut_vocab * self.config.n_embd, 4 if part.is_full else self.item)
-        return width + matrix * again + self._gathered(0)
+        return width + matrix * (self.workload.gradient_accumulation > 1)
 
-    def _gathered(self, unit: int) -> float:
-        """Where replicas share out state: whole weights of what is at work, and their gradients before they are."""
-        if not self.layout.shard:
-            return 0
-        units = self.units()
-        if self.layout.num_stages > 1:  # all of it, for a whole pass
-            parts = [part for unit in units for part in unit]
-            sizes = [part.elements * (4 + self.item if ".h." in part.name else 8) for part in parts]
-            return self.layout.replicas * sum(sizes)
-        ends = sum(part.elements for unit in (units[0], units[-1]) for part in unit) * self.layout.replicas
-        layer = sum(part.elements for part in units[1]) * self.layout.replicas
-        return 4 * ends + (2 * self.item + 4) * layer if unit == 1 else 8 * ends
+    def _whole_elements(self) -> tuple[int, int, int]:
+        """Where replicas share out state: elements of both ends, which are gathered for a whole micro-batch in fp32,
+        of the head, whose gradient stays as long, and of a layer."""
+        units = [sum(part.elements for part in unit) * self.layout.replicas for unit in self.units()]
+        head = units[-1] * self.has_head
+        layers = units[self.has_embedding : self.has_embedding + self.num_layers]
+        return units[0] * self.has_embedding + head, head, max(layers, default=0)
 
     def _update_workspace(self, part: Part) -> float:
         """Of one parameter's update."""
