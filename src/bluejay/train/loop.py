@@ -435,8 +435,8 @@ class Trainer:
         mine = flatten(asdict(self.config))
         theirs = flatten(state["config"])
         differing = [n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n)]
-        rows = self.config.rows_per_update(self._ranks.count)
-        free = FREE_TO_CHANGE | (DIVISION if rows == state["rows_per_update"] else set())
+        rows, their_rows = self.config.rows_per_update(self._ranks.count), state.get("rows_per_update")
+        free = FREE_TO_CHANGE | (DIVISION if rows == their_rows else set())
         changed = [name for name in differing if name.partition(".")[0] not in free]
         longer = {"steps", "epochs"}
         refused = [name for name in changed if name not in longer and not name.startswith("data.valid")]
@@ -444,8 +444,8 @@ class Trainer:
             refused.append("the training data")
         if state.get("base", "") != self._base:
             refused.append(f"the weights under the adapters, in {self.built.directory}")
-        if rows != state["rows_per_update"]:
-            refused.append(f"the rows of an update (were {state['rows_per_update']}, are {rows})")
+        if their_rows not in (rows, None):  # checkpoints of before 2026-12 do not say
+            refused.append(f"the rows of an update (were {their_rows}, are {rows})")
         if refused:
             shown = ", ".join(f"{n} (was {theirs.get(n)!r}, is {mine.get(n)!r})" if n in mine else n for n in refused)
             raise ConfigError(
