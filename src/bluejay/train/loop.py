@@ -444,7 +444,7 @@ class Trainer:
             refused.append("the training data")
         if state.get("base", "") != self._base:
             refused.append(f"the weights under the adapters, in {self.built.directory}")
-        if their_rows not in (rows, None):  # checkpoints of before 2026-12 do not say
+        if their_rows not in (rows, None):  # earlier checkpoints do not say
             refused.append(f"the rows of an update (were {their_rows}, are {rows})")
         if refused:
             shown = ", ".join(f"{n} (was {theirs.get(n)!r}, is {mine.get(n)!r})" if n in mine else n for n in refused)
