@@ -206,7 +206,7 @@ def build(
         observe(Event("warning", {"text": warning}))
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
     programs = Programs(run, observe, meeting)
-    if packing and device.type == "cpu" and run.compile.backend != "eager":  # eager promises to need no compiler
+    if packing and device.type == "cpu":  # without a compiler a warning says so, and torch multiplies
         ensure_kernels(programs.store, observe, cxx=run.compile.cxx)
     where = checkpoint.directory
     return Built(

@@ -21,7 +21,7 @@ from bluejay.compile import Store, compile
 from bluejay.config import CompileSpec, ModelConfig, QuantSpec, RunConfig
 from bluejay.errors import BluejayError, CheckpointError, ConfigError
 from bluejay.models import GPTJ, resize_vocab
-from bluejay.quant import QuantizedLinear, quantize_checkpoint, quantize_model
+from bluejay.quant import InputMoments, QuantizedLinear, gptq, quantize_checkpoint, quantize_model
 
 SPEC = QuantSpec(group_size=16)
 # fp32: the kernel adds the products of a group before it scales them, the dequantized model scales first. Logits of the
@@ -184,6 +184,16 @@ def test_another_version_is_refused(packed: Path, key: str) -> None:
         load_dir(packed)
 
 
+def test_a_missing_record_changes_nothing_and_is_said(packed: Path) -> None:
+    """Part of a directory that was lost without a word; or weights that are read differently without it."""
+    ids = torch.arange(12).view(2, 6)
+    expected = logits_of(load_dir(packed).model, ids)
+    assert not any("quantization.json" in warning for warning in open_checkpoint(packed).warnings)
+    (packed / "quantization.json").unlink()
+    assert any("quantization.json is missing" in warning for warning in open_checkpoint(packed).warnings)
+    assert torch.equal(logits_of(load_dir(packed).model, ids), expected)
+
+
 def test_what_is_packed_is_not_packed_again(packed: Path, tmp_path: Path) -> None:
     """Error on top of error, without a word."""
     with pytest.raises(CheckpointError, match="already packed"):
@@ -277,6 +287,29 @@ def test_gptq_beats_minmax_on_nano(nano_dir: Path, tmp_path: Path) -> None:
 
     minmax = divergence(load_dir(nano_dir, dataclasses.replace(spec, method="minmax")).model)
     assert 0 < divergence(load_dir(tmp_path / "gptq").model) < 0.75 * minmax
+
+
+def test_gptq_feeds_layers_what_packed_ones_give(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Layers rounded for the inputs that the original model gives them: the error of those before is then never made
+    good. Within a block (out_proj after q, k, v) and between blocks (q_proj of the second)."""
+    ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(3))
+    spec = QuantSpec(group_size=16, method="gptq")
+    quantize_checkpoint(open_checkpoint(tiny_checkpoint), tmp_path / "gptq", spec, calibration=ids)
+    original, packed = load_dir(tiny_checkpoint).model, load_dir(tmp_path / "gptq").model
+
+    def rounded_for(model: GPTJ, name: str) -> Tensor:
+        """Codes of a layer of the original, for what `model` feeds that layer."""
+        moments = InputMoments(model.config.n_embd)
+        hook = model.get_submodule(name).register_forward_pre_hook(lambda _, inputs: moments.add(inputs[0]))
+        logits_of(model, ids)
+        hook.remove()
+        weight = original.get_submodule(name).weight
+        return gptq(weight.detach(), moments.sum, spec.group_size, name)[0].codes
+
+    for name in ("transformer.h.0.attn.out_proj", "transformer.h.1.attn.q_proj"):
+        codes = packed.get_submodule(name).codes
+        assert torch.equal(rounded_for(dequantized(packed), name), codes)
+        assert not torch.equal(rounded_for(original, name), codes)
 
 
 def test_load_weights_keeps_the_packed_dtypes(packed: Path) -> None:

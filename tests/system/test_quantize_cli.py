@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import bluejay
+from bluejay.checkpoint import open_checkpoint
 from bluejay.cli.evaluate import read_text
 from bluejay.config import QuantSpec
-from bluejay.quant import QuantizedLinear, quantize_model
+from bluejay.quant import QuantizedLinear, quantize_checkpoint, quantize_model
 
 PACKED = (".codes", ".scales", ".biases")
 Cli = Callable[..., tuple[int, str, str]]
@@ -101,6 +102,7 @@ def test_bytes_of_nano(nano_dir: Path, tmp_path: Path, cli: Cli) -> None:
 KILLED = """
 import os, signal, sys
 from bluejay.cli import run
+from bluejay.checkpoint import open_checkpoint
 from bluejay.cli.evaluate import read_text
 from bluejay.cli.display import Display
 limit, seen = int(sys.argv[1]), 0
@@ -286,3 +288,46 @@ def test_every_byte_of_a_text_counts(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_bytes("the\r\ncat\u00e9\r".encode())
     assert read_text(file, "--text") == "the\r\ncat\u00e9\r"
+
+
+EAGER_ON_AN_UNWRITABLE_STORE = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_cache_cli import bound_by_permissions
+import bluejay
+from bluejay import kernels
+from bluejay.compile import Store, compile
+from bluejay.config import CompileSpec
+
+warnings = []
+def observe(event):
+    if event.name == "warning":
+        warnings.append(event.fields["text"])
+
+with bound_by_permissions():
+    engine = bluejay.load(sys.argv[2], cache=sys.argv[3], backend="eager", observe=observe)
+    text = engine.generate([[1, 2, 3]], max_new_tokens=2)
+    compile(torch.nn.ReLU(), (torch.ones(2),), CompileSpec(), engine.built.programs.store, observe)
+print(json.dumps([warnings, kernels.available_paths()[0]]))
+"""
+
+
+def test_eager_has_kernels_and_an_unwritable_store_is_told_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """`--backend eager` that multiplies by torch, many times slower, without a word; and a store that cannot be written
+    named twice, for the kernels and for the programs."""
+    packed, store = tmp_path / "packed", tmp_path / "store"
+    quantize_checkpoint(open_checkpoint(tiny_checkpoint), packed, QuantSpec(group_size=16))
+    store.mkdir(mode=0o555)
+    arguments = [str(Path(__file__).parent), str(packed), str(store)]
+    done = subprocess.run(
+        [sys.executable, "-c", EAGER_ON_AN_UNWRITABLE_STORE, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    warnings, path = json.loads(done.stdout.splitlines()[-1])
+    assert path not in ("torch", "reference")
+    assert len(warnings) == 1
+    assert str(store) in warnings[0]

@@ -291,3 +291,14 @@ def test_unknown_names_are_refused(name: str) -> None:
     """A typing error that gives an unquantized model, or one in another format."""
     with pytest.raises(ConfigError):
         QuantSpec.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("int4-g", "int4-g64"), ("int4-g64-msee", "int4-g64-mse"), ("int4g64", "int4-g64")]
+)
+def test_a_name_cut_short_is_quoted_whole(name: str, near: str) -> None:
+    """`int4-g` taken for a method called g: the answer is about something that nobody wrote."""
+    with pytest.raises(ConfigError) as caught:
+        QuantSpec.parse(name)
+    assert repr(name) in caught.value.asked
+    assert caught.value.found.endswith(f"near: {near}")

@@ -17,6 +17,7 @@ from bluejay.checkpoint.files import (
     GENERATION_CONFIG,
     HEAD_BIAS,
     PACKED_ENDINGS,
+    QUANTIZATION_RECORD,
     QUANTIZED,
     WEIGHTS,
     contents,
@@ -118,6 +119,10 @@ def open_checkpoint(
     dtype, dtype_warnings = _choose_dtype(config, plain)
     if config.ignored_keys:
         warnings.append(f"{CONFIG} has keys that are not known and not used: {', '.join(config.ignored_keys)}")
+    if quantization is not None and not (directory / QUANTIZATION_RECORD).is_file():
+        warnings.append(
+            f"{QUANTIZATION_RECORD} is missing: weights do not need it, but it told what packing did to each"
+        )
     if all(info.name != HEAD_BIAS for info in tensors):
         warnings.append(f"{HEAD_BIAS} is missing: an error when strict, zeros otherwise")
     return Checkpoint(

@@ -67,12 +67,13 @@ class QuantSpec:
             ConfigError: no such format.
         """
         match = _NAME.fullmatch(name)
-        if match is None:
-            near = difflib.get_close_matches(name, ["int4", *(f"int4-g{g}" for g in (16, 32, 64, 128, 256))], n=1)
+        if match is None or (match["method"] or cls.method) not in QUANT_METHODS:
+            usual = [f"int4-g{group}{method}" for group in (64, 16, 32, 128, 256) for method in ("", "-mse", "-gptq")]
+            near = difflib.get_close_matches(name, ["int4", *usual], n=1)
             raise ConfigError(
                 asked=f"the weight format {name!r}",
                 found="no such format" + (f"; near: {near[0]}" if near else ""),
-                rule="int4, then -gN (group of N) or -row, then -mse where wanted",
+                rule="int4, then -gN (group of N) or -row, then -mse or -gptq where wanted",
                 fix="write for example int4-g64",
             )
         group = -1 if match["row"] else int(match["group"] or cls.group_size)
