@@ -4,6 +4,7 @@
     python recipes/mnli/run.py nli           # ../shared/data/nli, part of MultiNLI
 
 Each is `bluejay train` with the configuration beside this file, then `bluejay evaluate --task mnli` on the test part.
+The same command goes on when interrupted; a run that is finished is only scored again.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def main() -> None:
     if args.data == "synthetic":
         out, test = "build/mnli-synthetic", "build/mnli-data/test.jsonl"
         subprocess.run([sys.executable, str(HERE / "synthetic.py"), str(Path(test).parent)], check=True)
-    settings = [word for setting in args.set for word in ("--set", setting)]
-    bluejay("train", "--config", str(HERE / f"{args.data}.yaml"), *settings)
+    if not Path(out, "model").exists():
+        settings = [word for setting in args.set for word in ("--set", setting)]
+        resume = ["--resume"] if any(Path(out, "checkpoints").glob("update-*")) else []
+        bluejay("train", "--config", str(HERE / f"{args.data}.yaml"), *settings, *resume)
     bluejay("evaluate", f"{out}/model", "--task", "mnli", "--data", test, "--batch", "8", "--backend", "eager")
 
 
