@@ -21,6 +21,11 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match.group(1)) * {**_BINARY, **_DECIMAL}[unit])
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 device`, `2 devices`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """A byte count in the largest binary unit below it, three significant digits: `1.21 GiB`."""
     value = float(num_bytes)

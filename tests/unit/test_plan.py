@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bluejay.config import Layout, ModelConfig, Workload, preset
@@ -230,6 +230,7 @@ def test_replicas_come_first_and_sharing_only_where_it_must() -> None:
     assert made.fullest.memory.total <= 80 * GIB
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 16), st.sampled_from([None, 1, 2, 8, 30, 100]), st.sampled_from(["generate", "train"]))
 def test_a_proposal_fits_or_says_why_not(devices: int, memory: int | None, job: str) -> None:
     """Catches a proposal over the limit, of another number of devices, or an error without a way out."""

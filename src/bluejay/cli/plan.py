@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from bluejay.config import Layout, ModelConfig, QuantSpec
+    from bluejay.config import ModelConfig, QuantSpec
     from bluejay.parallel import Plan
 
 
@@ -26,7 +26,7 @@ def plan(
     replicas: Annotated[int | None, typer.Option(help="Whole copies of the model.")] = None,
     shard: Annotated[bool | None, typer.Option(help="Replicas share out weights, gradients, optimizer.")] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero-bubble.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Pieces of the model on each device (interleaved, zero-bubble).")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Pieces of the model on each device.")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Micro-batches in a pass; 0: all of an update's.")] = None,
     job: Annotated[str | None, typer.Option(help="generate or train.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's.")] = None,
@@ -75,24 +75,52 @@ def plan(
 
 
 def make_plan(shape: ModelConfig, settings: dict[str, Any]) -> Plan:
-    """The plan for settings by name; without any of the layout's sizes, the best one for `devices`."""
+    """The plan for settings by name; the best one for `devices`, of those that have the sizes given."""
     from dataclasses import fields
 
     from bluejay.config import Layout, Workload
     from bluejay.parallel import plan, propose
 
+    devices = settings.get("devices", 1)
+    if type(devices) is not int or devices < 1:
+        raise _refuse("devices", devices, "a whole number from 1", "write for example 4")
     if "layers_per_device" in settings:
-        settings = {**settings, "layers_per_device": _counts(settings["layers_per_device"])}
-    memory = parse_memory(settings.get("device_memory", 0))
-    devices = settings.get("devices", 0)
+        counts = _counts(settings["layers_per_device"])
+        settings = {name: value for name, value in settings.items() if name != "layers_per_device"}
+        settings |= {"layers_per_device": counts} if counts else {}
+    memory = parse_memory(settings.get("device_memory", "0B"))
     workload = Workload(**{f.name: settings[f.name] for f in fields(Workload) if f.name in settings})
-    of_layout = {f.name: settings[f.name] for f in fields(Layout) if f.name in settings}
-    if devices and not of_layout:
-        return propose(shape, devices, workload, memory)
-    layout = Layout(**of_layout)
-    if devices and devices != layout.num_devices:
-        raise _mismatch(devices, layout)
-    return plan(shape, layout, workload, memory)
+    given = {f.name: settings[f.name] for f in fields(Layout) if f.name in settings}
+    _check_job(workload.job, settings)
+    if "devices" in settings:
+        return propose(shape, devices, workload, memory, **given)
+    return plan(shape, Layout(**given), workload, memory)
+
+
+# What only one of the two jobs has.
+_OF_JOB = {
+    "generate": ("quantize", "prompt_tokens"),
+    "train": (
+        *("gradient_accumulation", "optimizer", "master_weights", "recompute"),
+        *("schedule", "chunks", "micro_batches", "shard"),
+    ),
+}
+
+
+def _check_job(job: str, settings: dict[str, Any]) -> None:
+    """Settings that the job has no use for are errors, not ignored."""
+    from bluejay.errors import ConfigError
+
+    for other, names in _OF_JOB.items():
+        unused = [name for name in names if name in settings and other != job]
+        if unused:
+            listed = ", ".join(unused)
+            raise ConfigError(
+                asked=f"a plan to {job} with {listed}",
+                found=f"settings of the job {other!r}",
+                rule="a setting that would change nothing is an error",
+                fix=f"leave out {listed}, or plan with --job {other}",
+            )
 
 
 def show(made: Plan) -> None:
@@ -217,45 +245,31 @@ def _read(file: Path, known: list[str]) -> dict[str, Any]:
 
 def _counts(value: Any) -> tuple[int, ...]:
     """Layers per device from text such as `4,4,-1`, a list, or `auto` (nothing fixed)."""
-    from bluejay.errors import ConfigError
-
     if value == "auto":
         return ()
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    try:
-        return tuple(int(item) for item in items)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            asked=f"layers_per_device {value!r}",
-            found="something else than whole numbers",
-            rule="numbers of layers with commas between them, -1 for an even share of the rest, or auto",
-            fix="write for example 4,4,-1",
-        ) from None
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    counts: list[Any] = [int(i) if isinstance(i, str) and i.strip().removeprefix("-").isdecimal() else i for i in items]
+    if not counts or any(type(count) is not int for count in counts):
+        rule = "numbers of layers with commas between them, -1 for an even share of the rest, or auto"
+        raise _refuse("layers_per_device", value, rule, "write for example 4,4,-1")
+    return tuple(counts)
 
 
 def parse_memory(value: str | int) -> int:
-    """Bytes of a device, from text such as 16GiB."""
-    from bluejay.errors import ConfigError
+    """Bytes of a device, from text such as 16GiB; a number without its unit is none."""
     from bluejay.units import parse_bytes
 
     try:
+        if not str(value).strip()[-1:].isalpha():
+            raise ValueError(f"{value!r} has no unit")
         return parse_bytes(value)
     except ValueError as error:
-        raise ConfigError(
-            asked=f"--device-memory {value}",
-            found=str(error),
-            rule="a size with its unit",
-            fix="write for example 16GiB",
-        ) from None
+        raise _refuse("device_memory", value, "a size with its unit", "write for example 16GiB", str(error)) from None
 
 
-def _mismatch(devices: int, layout: Layout) -> Exception:
+def _refuse(name: str, value: object, rule: str, fix: str, found: str = "") -> Exception:
     from bluejay.errors import ConfigError
 
-    sizes = f"{layout.num_stages} stages x tensor {layout.tensor} x {layout.replicas} replicas"
     return ConfigError(
-        asked=f"{devices} devices",
-        found=f"a layout of {layout.num_devices}: {sizes}",
-        rule="devices = stages x tensor x replicas",
-        fix=f"use --devices {layout.num_devices}, or leave the layout out to have one proposed",
+        asked=f"a plan with {name}={value!r}", found=found or f"{value!r}", rule=f"{name} must be {rule}", fix=fix
     )

@@ -17,7 +17,7 @@ def refusal(what: str, name: str, value: object, rule: str) -> ConfigError:
         asked=f"{what} with {name}={value!r}",
         found=f"{name}={value!r}",
         rule=f"{name} must be {rule}",
-        fix=f"set {name}",
+        fix=f"give {name} such a value, or leave it out",
     )
 
 

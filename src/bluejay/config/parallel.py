@@ -114,6 +114,8 @@ class Workload:
             raise _refuse("job", self.job, f"one of {', '.join(JOBS)}")
         if self.dtype not in ("", *DTYPES):
             raise _refuse("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if not isinstance(self.quantize, str):
+            raise _refuse("quantize", self.quantize, "text such as int4-g64")
         if self.quantize:
             QuantSpec.parse(self.quantize)
         for name in ("rows", "prompt_tokens", "gradient_accumulation"):

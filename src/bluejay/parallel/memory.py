@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from bluejay.config import Layout, ModelConfig, Workload
@@ -106,6 +107,7 @@ class Held:
         """Whether the device trains on its own: with all layers, uncut, and the head's loss chunk by chunk."""
         return self.layout.num_stages == self.layout.tensor == 1 and not self.layout.shard
 
+    @cached_property
     def units(self) -> list[list[Part]]:
         """The device's parameters, grouped as replicas share them out: embedding, each layer, head."""
         layer: list[Part] = []
@@ -137,7 +139,7 @@ class Held:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def training(self) -> Memory:
-        parts = [part for unit in self.units() for part in unit]
+        parts = [part for unit in self.units for part in unit]
         highest = max(self._moments(), key=sum)
         hidden = self._tokens * self.config.n_embd * self.item
         return Memory(
@@ -161,7 +163,7 @@ class Held:
 
     def _moments(self) -> list[_Moment]:
         """The times at which a device may hold most: any of them can be the one."""
-        work, layout, units = self.workload, self.layout, self.units()
+        work, layout, units = self.workload, self.layout, self.units
         flight = last = 1  # micro-batches whose activations are kept, counted in chunks; those of the last chunk
         if layout.num_stages > 1:
             place = layout.schedule, layout.num_stages, layout.micro_batches, self.index, layout.chunks
@@ -208,7 +210,7 @@ class Held:
         again = layer - self._tokens * config.n_embd * self.item if work.recompute else 0
         if self.layout.shard:  # this layer's weights, the next one's, and gradients, which are summed in fp32
             ends, head, one = self._whole_elements()
-            matrix = 4 * ends + 4 * head + (2 * self.item + 4) * one
+            matrix = 4 * ends + 4 * head + (2 * self.item + 4 + self.item % 4) * one
         return rows + matrix + again
 
     def _gradient_bytes(self, elements: float, item: int) -> float:
@@ -242,7 +244,7 @@ class Held:
     def _embedding_workspace(self) -> float:
         if not self.has_embedding:
             return 0
-        part = self.units()[0][0]
+        part = self.units[0][0]
         width = self._tokens * self.config.n_embd * (self.item + 4)
         if self.layout.shard:
             return width + 8 * self._whole_elements()[0]
@@ -252,7 +254,7 @@ class Held:
     def _whole_elements(self) -> tuple[int, int, int]:
         """Where replicas share out state: elements of both ends, which are gathered for a whole micro-batch in fp32,
         of the head, whose gradient stays as long, and of a layer."""
-        units = [sum(part.elements for part in unit) * self.layout.replicas for unit in self.units()]
+        units = [sum(part.elements for part in unit) * self.layout.replicas for unit in self.units]
         head = units[-1] * self.has_head
         layers = units[self.has_embedding : self.has_embedding + self.num_layers]
         return units[0] * self.has_embedding + head, head, max(layers, default=0)
@@ -278,15 +280,22 @@ class Held:
         cache = 2 * self.num_layers * work.rows * (1 + work.context) * cut * self.item
         rows = rows_at_once(work.rows, self.layout.num_stages)
         tokens = rows * work.prompt_tokens
-        # The prompt's inner tensors, and one layer's keys and values with the unused slots blanked.
-        inner = tokens * self.item * (3 * config.n_embd + 5 * cut + 2 * config.inner_dim // tensor)
-        blanked = 2 * rows * work.context * cut * self.item
+        visible = tokens * work.context
+        rotating = tokens * (
+            self.item * (2 * config.n_embd + 2 * cut) + 18 * config.n_head * config.rotary_dim // tensor
+        )
+        # One layer's keys and values with the unused slots blanked, and who may see whom as the kernel wants it.
+        attending = tokens * self.item * (2 * config.n_embd + 2 * cut)
+        attending += 2 * rows * work.context * cut * self.item + visible * self.item
+        inner = tokens * self.item * (3 * config.n_embd + 2 * config.inner_dim // tensor)
+        at_layers = max(rotating, attending, inner) + visible + tokens * config.rotary_dim * 4
         logits = rows * config.vocab_size * (self.item + SAMPLER_BYTES) * self.has_head
+        sent = 0 if self.index == self.layout.num_stages - 1 else 2 * tokens * config.n_embd * self.item
         return Memory(
-            weights=sum(part.num_bytes for unit in self.units() for part in unit),
+            weights=sum(part.num_bytes for unit in self.units for part in unit),
             kv_cache=cache,
-            buffers=work.rows * (config.vocab_size + 1),
-            workspace=max(inner + blanked if self.num_layers else 0, logits),
+            buffers=work.rows * (config.vocab_size + 1) + sent,
+            workspace=max(at_layers if self.num_layers else 0, logits),
         )
 
     # ---- what is moved ---------------------------------------------------------------------------------------------
@@ -310,7 +319,7 @@ class Held:
             pipeline += work.rows * 8  # the chosen tokens, for the other stages
         data = 0
         if train and layout.replicas > 1:
-            sizes = [sum(part.num_bytes for part in unit) for unit in self.units()]
+            sizes = [sum(part.num_bytes for part in unit) for unit in self.units]
             held, layers = sum(sizes), sum(sizes[1 : 1 + self.num_layers])
             data = held
             # Shared out, for every micro-batch: both ends are gathered once, layers for each pass, and gradients are

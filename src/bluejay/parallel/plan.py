@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from bluejay.models import costs
 from bluejay.parallel.memory import ITEM_BYTES, Held, Memory, Traffic
 from bluejay.parallel.partition import balance, even_shares, share_layers
 from bluejay.parallel.schedule import bubble
-from bluejay.units import format_bytes
+from bluejay.units import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -120,50 +121,73 @@ def plan(config: ModelConfig, layout: Layout, workload: Workload, device_memory:
     return made
 
 
-def propose(config: ModelConfig, num_devices: int, workload: Workload, device_memory: int = 0) -> Plan:
+def propose(config: ModelConfig, num_devices: int, workload: Workload, device_memory: int = 0, **given: Any) -> Plan:
     """The plan for `num_devices` that takes least time for each row, of those that fit.
 
     Time is the slowest stage's share of the model over its devices, with the bubble. At equal times, what moves fewer
     bytes comes first: replicas, then stages, then tensor parallelism; and sharing out state only where it must be.
 
+    Args:
+        given: fields of `Layout` that are settled.
+
     Raises:
+        ConfigError: no layout of so many devices agrees with what is given.
         MachineError: none fits; the error is that of the one that comes closest.
     """
     workload = _resolve(config, workload)
     fitting: list[tuple[tuple[float, ...], Plan]] = []
     closest: tuple[float, BluejayError] | None = None
-    for layout in _candidates(config, num_devices, workload):
-        made = plan(config, layout, workload)
-        made = replace(made, device_memory=device_memory)
-        over = made.fullest.memory.total - device_memory
-        if device_memory and over > 0:
-            try:  # an even split may overflow where another does not
-                made = plan(config, replace(layout, layers_per_device=()), workload, device_memory)
-            except BluejayError as error:
-                if closest is None or over < closest[0]:
-                    closest = (over, error)
-                continue
+    for layout in _candidates(config, num_devices, workload, given):
+        over = math.inf  # where the settings contradict this layout, not all of them
+        try:
+            made = replace(plan(config, layout, workload), device_memory=device_memory)
+            over = made.fullest.memory.total - device_memory
+            if device_memory and over > 0:  # the fastest split may overflow where another does not
+                made = plan(config, layout, workload, device_memory)
+        except BluejayError as error:
+            if closest is None or over < closest[0]:
+                closest = (over, error)
+            continue
         time = max(stage.cost for stage in made.stages) / layout.tensor / (1 - made.bubble) / layout.replicas
         rank = (round(time, 9), -layout.replicas, float(layout.shard), layout.tensor, layout.num_stages)
         fitting.append((rank, made))
     if fitting:
         return min(fitting, key=lambda pair: pair[0])[1]
-    assert closest is not None, "one device of everything is always a candidate"
+    if closest is None:
+        plan(config, Layout(**given), workload)  # says what is wrong with it, if anything is
+        raise _mismatch(num_devices, Layout(**given))
     raise closest[1]
 
 
-def _candidates(config: ModelConfig, num_devices: int, workload: Workload) -> Iterable[Layout]:
+def _candidates(config: ModelConfig, num_devices: int, workload: Workload, given: dict[str, Any]) -> Iterable[Layout]:
+    """Layouts of all devices that have the sizes given, and could be this model's."""
     counts = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    asked = given.get("stages") or len(given.get("layers_per_device", ()))
     for tensor, stages in itertools.product(counts, counts):
-        if num_devices % (tensor * stages) or tensor not in _degrees(config) or stages > config.n_layer:
+        replicas = num_devices // tensor // stages
+        if num_devices % (tensor * stages) or tensor not in _degrees(config):
+            continue
+        if stages != (asked or stages) or (stages > config.n_layer and not asked):
+            continue
+        if tensor != given.get("tensor", tensor) or replicas != given.get("replicas", replicas):
             continue
         if tensor > 1 and not _cuts_on_groups(config, workload, tensor):
             continue
-        if stages > 1 and workload.job == "train" and config.tie_word_embeddings:
+        if (given.get("chunks", 1) > 1 and stages == 1) or (given.get("shard") and replicas == 1):
             continue
-        replicas = num_devices // tensor // stages
-        for shard in (False, True) if workload.job == "train" and replicas > 1 and stages == 1 else (False,):
-            yield Layout(stages=stages, tensor=tensor, replicas=replicas, shard=shard)
+        shards = workload.job == "train" and replicas > 1 and stages == 1 and "shard" not in given
+        for shard in (False, True) if shards else (given.get("shard", False),):
+            yield Layout(**{**given, "stages": stages, "tensor": tensor, "replicas": replicas, "shard": shard})
+
+
+def _mismatch(num_devices: int, layout: Layout) -> ConfigError:
+    sizes = f"{counted(layout.num_stages, 'stage')} x tensor {layout.tensor} x {counted(layout.replicas, 'replica')}"
+    return ConfigError(
+        asked=counted(num_devices, "device"),
+        found=f"{sizes}, which no other sizes bring to {num_devices}",
+        rule="devices = stages x tensor x replicas",
+        fix=f"use --devices {layout.num_devices} or a multiple of it, or leave these sizes out to have them proposed",
+    )
 
 
 # ---- what is asked, checked ----------------------------------------------------------------------------------------
@@ -189,15 +213,7 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
             fix=f"use one of {', '.join(map(str, _degrees(config)))}",
         )
     if workload.quantize and not _cuts_on_groups(config, workload, tensor):
-        width = config.n_embd if config.n_embd // tensor % workload.group_size else config.inner_dim
-        tensor_name = "attn.out_proj.weight" if width == config.n_embd else "mlp.fc_out.weight"
-        fitting = [d for d in _degrees(config) if _cuts_on_groups(config, workload, d)]
-        raise ConfigError(
-            asked=f"{tensor_name} in groups of {workload.group_size} over {tensor} devices",
-            found=f"{width} inputs, {width // tensor} a device",
-            rule="a group of inputs shares one scale and cannot be cut",
-            fix=f"use a degree of {', '.join(map(str, fitting)) or '1'}, or a smaller group",
-        )
+        raise _cut_group(config, workload, tensor)
     if not layout.layers_per_device and stages > config.n_layer:
         raise ConfigError(
             asked=f"{stages} stages",
@@ -218,6 +234,20 @@ def _checked(config: ModelConfig, layout: Layout, workload: Workload) -> Layout:
             found=f"job {workload.job!r}, schedule {layout.schedule!r}",
             rule="sharing out is for training with backward passes in one part, at whose end gradients are summed",
             fix="leave shard out, or use another schedule",
+        )
+    if workload.job == "train" and workload.optimizer == "muon" and (tensor > 1 or layout.shard):
+        raise ConfigError(
+            asked="optimizer muon",
+            found=f"a tensor parallel degree of {tensor}" if tensor > 1 else "replicas that share out state",
+            rule="muon's step is of whole matrices, and these are cut",
+            fix="use stages and replicas without sharing out, or adamw",
+        )
+    if layout.shard and not workload.master_weights and workload.dtype != "float32":
+        raise ConfigError(
+            asked="shard=True with master_weights=False",
+            found=f"dtype {workload.dtype}",
+            rule="what replicas share out is the fp32 state that training without masters does without",
+            fix="choose one of them",
         )
     micro = layout.micro_batches or accumulation
     if workload.job == "train" and accumulation % micro:
@@ -269,6 +299,26 @@ def _cuts_on_groups(config: ModelConfig, workload: Workload, tensor: int) -> boo
     return group > 0 and all(n % tensor == 0 and n // tensor % group == 0 for n in _inner_widths(config))
 
 
+def _cut_group(config: ModelConfig, workload: Workload, tensor: int) -> ConfigError:
+    """The error for groups that a degree would cut, with the degrees and the largest group that it would not."""
+    group = workload.group_size
+    names = ("attn.out_proj.weight", "mlp.fc_out.weight")
+    name, width = next(
+        (n, w) for n, w in zip(names, _inner_widths(config), strict=True) if group < 0 or w // tensor % group
+    )
+    degrees = [d for d in _degrees(config) if _cuts_on_groups(config, workload, d)]
+    fitting = [
+        g for g in range(256, 15, -8) if _cuts_on_groups(config, replace(workload, quantize=f"int4-g{g}"), tensor)
+    ]
+    return ConfigError(
+        asked=f"{name} in {'one group a row' if group < 0 else f'groups of {group}'} over {tensor} devices",
+        found=f"{width} inputs, {width // tensor} a device",
+        rule="a group of inputs shares one scale and cannot be cut",
+        fix=f"use a degree of {', '.join(map(str, degrees))}"
+        + (f", or --quantize int4-g{fitting[0]}" if fitting else ""),
+    )
+
+
 def _inner_widths(config: ModelConfig) -> tuple[int, int]:
     """Inputs of the two matrices that are cut along their inputs."""
     return config.n_embd, config.inner_dim
@@ -316,9 +366,9 @@ def _unit_costs(config: ModelConfig, workload: Workload) -> tuple[float, float, 
         group = config.n_embd if workload.group_size == -1 else workload.group_size
         per_element = 0.5 + 4 / group if workload.quantize else item
         return matrices * per_element + cache, workload.rows * config.n_embd * item, head * per_element
-    tokens = workload.context
-    layer = costs.prefill_flops(replace(config, n_layer=1), tokens, num_logits=0)
-    return float(layer), float(tokens * config.n_embd), float(tokens * 2 * config.n_embd * config.vocab_size)
+    tokens, passes = workload.context, 4 / 3 if workload.recompute else 1.0  # three passes, or four
+    layer = costs.prefill_flops(replace(config, n_layer=1), tokens, num_logits=0) * passes
+    return layer, float(tokens * config.n_embd), float(tokens * 2 * config.n_embd * config.vocab_size)
 
 
 def _stage(
@@ -360,7 +410,7 @@ def _overflow(made: Plan) -> MachineError:
     where = f"stage {stage.index} of {layout.num_stages}" if layout.num_stages > 1 else "each device"
     others = f" ({len(over)} stages overflow)" if len(over) > 1 else ""
     return MachineError(
-        asked=f"{work.job} with {layout.num_devices} devices of {format_bytes(made.device_memory)}",
+        asked=f"{work.job} with {counted(layout.num_devices, 'device')} of {format_bytes(made.device_memory)}",
         found=f"{where} would hold {format_bytes(stage.memory.total)}{others}: {listed}",
         rule="what a device holds at its peak must fit its memory",
         fix=f"{'; '.join(fixes)}",
@@ -368,36 +418,61 @@ def _overflow(made: Plan) -> MachineError:
 
 
 def _shrinking(name: str, made: Plan) -> list[str]:
-    """Settings that make an item smaller, most effective first."""
+    """Settings that make an item smaller, most effective first; only such as the planner would accept."""
     work, layout, train = made.workload, made.layout, made.workload.job == "train"
-    more = "more devices: more stages (--stages) or a higher tensor parallel degree (--tensor)"
+    rows = (work.rows > 1, f"fewer rows (--rows, now {work.rows})")
+    context = (True, f"a shorter context (--context, now {work.context})")
+    more = (bool(_more_devices(made)), _more_devices(made))
+    shard = (layout.replicas > 1 and not layout.shard and _may_share_out(made), "--shard")
+    packs = not train and _cuts_on_groups(made.model, replace(work, quantize="int4-g64"), layout.tensor)
+    waits = layout.schedule == "gpipe" and layout.num_stages > 1
+    alternates = waits and layout.micro_batches >= layout.num_stages
+    longer = f"gradient accumulation of at least {layout.num_stages} (--gradient-accumulation), for 1f1b"
     choices: dict[str, list[tuple[bool, str]]] = {
         "weights": [
-            (not train and not work.quantize, "four-bit weights (--quantize int4-g64)"),
-            (train and layout.replicas > 1 and not layout.shard, "--shard"),
+            (packs and not work.quantize, "four-bit weights (--quantize int4-g64)"),
+            shard,
             (work.dtype == "float32", "--dtype bfloat16"),
-            (True, more),
+            more,
         ],
-        "gradients": [(train and layout.replicas > 1 and not layout.shard, "--shard"), (True, more)],
+        "gradients": [shard, more],
         "optimizer": [
-            (layout.replicas > 1 and not layout.shard, "--shard"),
-            (work.optimizer == "adamw", "--optimizer muon"),
-            (True, more),
+            shard,
+            (work.optimizer == "adamw" and layout.tensor == 1 and not layout.shard, "--optimizer muon"),
+            more,
         ],
         "activations": [
             (not work.recompute, "--recompute"),
-            (layout.schedule == "gpipe" and layout.num_stages > 1, "--schedule 1f1b"),
-            (work.rows > 1, f"fewer rows (--rows, now {work.rows})"),
-            (True, f"a shorter context (--context, now {work.context})"),
+            (alternates, "--schedule 1f1b"),
+            (waits and not alternates and work.rows > 1, longer + " with fewer rows"),
+            rows,
+            context,
         ],
-        "kv_cache": [
-            (work.rows > 1, f"fewer rows (--rows, now {work.rows})"),
-            (True, f"a shorter context (--context, now {work.context})"),
-        ],
+        "kv_cache": [rows, context],
         "buffers": [(layout.micro_batches > 1, f"fewer micro-batches (--micro-batches, now {layout.micro_batches})")],
         "workspace": [
-            (work.rows > 1, f"fewer rows (--rows, now {work.rows})"),
+            rows,
             (not train, f"shorter pieces of prompts (--prompt-tokens, now {work.prompt_tokens})"),
+            (train, context[1]),
         ],
     }
     return [text for useful, text in choices[name] if useful]
+
+
+def _more_devices(made: Plan) -> str:
+    """How more devices would hold less each; "" when the model cannot be spread over more."""
+    layout, higher = made.layout, [d for d in _degrees(made.model) if d > made.layout.tensor]
+    higher = [d for d in higher if _cuts_on_groups(made.model, made.workload, d) and made.workload.optimizer != "muon"]
+    tied = made.workload.job == "train" and made.model.tie_word_embeddings
+    stages = layout.num_stages < made.model.n_layer and not tied
+    ways = ["more stages (--stages)"] * stages + [f"a higher tensor parallel degree (--tensor {d})" for d in higher[:1]]
+    return f"more devices: {' or '.join(ways)}" if ways else ""
+
+
+def _may_share_out(made: Plan) -> bool:
+    """Whether the planner takes the layout with replicas that share out state."""
+    try:
+        _checked(made.model, replace(made.layout, shard=True), made.workload)
+    except ConfigError:
+        return False
+    return True
