@@ -62,6 +62,14 @@ def test_a_file_gives_settings_and_options_override_it(tmp_path: Path, capsys: p
     made = json.loads(capsys.readouterr().out)
     assert [stage["num_layers"] for stage in made["stages"]] == [7, 7, 7, 7]
     assert made["workload"]["gradient_accumulation"] == 16
+    for wrong in ("devices: four", "devices: 2.0", "quantize: 4", "layers_per_device: [7.9, 7.2, 7, 7]", "rows: [1]"):
+        file.write_text(f"{wrong}\n")
+        assert run(["plan", "gptj-6b", "--config", str(file)]) == 2, wrong
+        assert "[config]" in capsys.readouterr().err
+    for wrong in ("layers_per_device: true", "device_memory: 16"):
+        file.write_text(f"{wrong}\n")
+        assert run(["plan", "gptj-6b", "--config", str(file)]) == 2, wrong
+    capsys.readouterr()
     file.write_text("stage: 4\n")
     assert run(["plan", "gptj-6b", "--config", str(file)]) == 2
     assert "stages" in capsys.readouterr().err
@@ -76,6 +84,13 @@ def test_a_file_gives_settings_and_options_override_it(tmp_path: Path, capsys: p
         (["--devices", "2", "--device-memory", "2GiB"], 1, "weights"),
         (["--device-memory", "much"], 2, "16GiB"),
         (["--layers-per-device", "some"], 2, "4,4,-1"),
+        (["--devices", "0"], 2, "a whole number from 1"),
+        (["--devices", "-1"], 2, "a whole number from 1"),
+        (["--devices", "2", "--layers-per-device", "auto", "--device-memory", "2GiB"], 1, "2 devices"),
+        (["--device-memory", "16"], 2, "no unit"),
+        (["--recompute", "--schedule", "gpipe"], 2, "recompute, schedule"),
+        (["--job", "train", "--prompt-tokens", "8"], 2, "prompt_tokens"),
+        (["--job", "train", "--optimizer", "sgd"], 2, "adamw, muon"),
     ],
 )
 def test_wrong_plans_end_with_what_to_do(

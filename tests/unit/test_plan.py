@@ -266,3 +266,109 @@ def test_a_tied_head_is_refused_where_it_would_be_wrong(tiny_config: ModelConfig
     """Catches an embedding whose two gradients are never added up."""
     with pytest.raises(ConfigError, match="share one matrix"):
         plan(replace(tiny_config, tie_word_embeddings=True), Layout(stages=2), Workload(job="train"))
+
+
+def test_half_precision_takes_eighteen_bytes_a_weight() -> None:
+    """Catches bf16 training planned without its fp32 sums of gradients: 2 weight, 4 sum, 4 master, 8 Adam. The
+    embedding, and all that replicas share out, are their own masters: 16.
+    """
+    work = Workload(job="train", dtype="bfloat16", gradient_accumulation=4)
+    middle = plan(SIX_B, Layout(stages=4, micro_batches=4), work).stages[1]
+    elements = middle.num_layers * (costs.num_parameters(SIX_B) - costs.num_parameters(replace(SIX_B, n_layer=27)))
+    held = middle.memory.weights + middle.memory.gradients + middle.memory.optimizer
+    assert held == 18 * elements
+    shared = plan(SIX_B, Layout(replicas=4, shard=True), work).stages[0].memory
+    assert shared.weights + shared.gradients + shared.optimizer == 16 * costs.num_parameters(SIX_B) / 4
+
+
+def test_recomputing_moves_no_more_and_costs_layers_a_pass() -> None:
+    """Catches a third pass of sums that recomputing ends before, and a balance in which recomputed layers cost what
+    others do.
+    """
+    work = Workload(job="train", dtype="bfloat16", gradient_accumulation=8)
+    again = replace(work, recompute=True)
+    traffic = [plan(SIX_B, Layout(tensor=2), w).stages[0].traffic for w in (work, again)]
+    assert traffic[0] == traffic[1]
+    shares = [plan(SIX_B, Layout(layers_per_device=(7, 7, 7, 7)), w).stages[-1].cost for w in (work, again)]
+    assert shares[1] < shares[0]
+
+
+def test_a_packed_head_is_there_beside_a_shared_embedding() -> None:
+    """Catches a tied head that quantizing packs and nobody counts."""
+    tied = replace(SIX_B, tie_word_embeddings=True)
+    work = Workload(quantize="int4-g64")
+    held = [plan(config, Layout(), work).stages[0].memory.weights for config in (SIX_B, tied)]
+    assert held[0] == held[1]
+
+
+def test_groups_of_whole_rows_are_named_as_such() -> None:
+    """Catches advice to use a group smaller than -1, and the wrong matrix of two."""
+    with pytest.raises(ConfigError, match=r"attn.out_proj.weight in one group a row[\s\S]*--quantize int4-g256"):
+        plan(SIX_B, Layout(tensor=2), Workload(quantize="int4-row"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "work", "word"),
+    [
+        (Layout(stages=4, replicas=2), Workload(job="train", dtype="bfloat16", gradient_accumulation=4), "--shard"),
+        (
+            Layout(stages=4),
+            Workload(job="train", rows=8, gradient_accumulation=2),
+            "gradient accumulation of at least 4",
+        ),
+    ],
+)
+def test_advice_fits_the_layout(layout: Layout, work: Workload, word: str) -> None:
+    """Catches "use 1f1b" where there are too few micro-batches to alternate, and missing advice."""
+    with pytest.raises(MachineError) as caught:
+        plan(SIX_B, layout, work, 4 * GIB)
+    assert word in caught.value.fix
+    assert "--schedule 1f1b" not in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("layout", "work"),
+    [
+        (Layout(tensor=16), Workload()),
+        (Layout(tensor=16), Workload(quantize="int4-g64")),
+        (Layout(replicas=2), Workload(job="train")),
+        (Layout(replicas=2), Workload(job="train", optimizer="muon")),
+        (Layout(stages=2, replicas=2, schedule="gpipe"), Workload(job="train", gradient_accumulation=4)),
+        (Layout(stages=2), Workload(job="train", gradient_accumulation=2, rows=4)),
+    ],
+)
+def test_what_is_advised_is_accepted(layout: Layout, work: Workload) -> None:
+    """Catches advice that the planner itself refuses: a degree above the heads, muon over shared-out state."""
+    with pytest.raises(MachineError) as caught:
+        plan(SIX_B, layout, work, GIB // 4)
+    fix = caught.value.fix
+    assert fix
+    for words, change in {
+        "--shard": {"shard": True},
+        "--schedule 1f1b": {"schedule": "1f1b"},
+    }.items():
+        if words in fix:
+            plan(SIX_B, replace(layout, **change), work)  # type: ignore[arg-type]
+    for words, other in {
+        "--optimizer muon": {"optimizer": "muon"},
+        "--quantize int4-g64": {"quantize": "int4-g64"},
+    }.items():
+        if words in fix:
+            plan(SIX_B, layout, replace(work, **other))  # type: ignore[arg-type]
+    if "--tensor" in fix:
+        plan(SIX_B, replace(layout, tensor=int(fix.partition("(--tensor ")[2].partition(")")[0])), work)
+
+
+def test_what_is_given_is_kept_and_the_rest_proposed() -> None:
+    """Catches a proposal that drops a setting, or one that is refused because some size was given."""
+    assert propose(SIX_B, 4, Workload(rows=4), tensor=2).layout.replicas == 2
+    train = Workload(job="train", gradient_accumulation=8, dtype="bfloat16")
+    assert propose(SIX_B, 8, train, shard=True).layout.shard
+    made = propose(SIX_B, 8, train, schedule="interleaved", chunks=2).layout
+    assert (made.schedule, made.chunks) == ("interleaved", 2)
+    assert made.num_stages > 1
+    assert propose(SIX_B, 4, Workload(), layers_per_device=(14, -1)).num_devices == 4
+    with pytest.raises(ConfigError, match="--devices 3"):
+        propose(SIX_B, 4, Workload(), stages=3)
+    with pytest.raises(ConfigError, match="16 heads"):
+        propose(SIX_B, 6, Workload(), tensor=3)
