@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bluejay.models import cut_dim, parameter_shapes
+from bluejay.parallel.collectives import Group
 from bluejay.parallel.cut import cut_part
 from bluejay.parallel.mesh import group_of, place_of
 from bluejay.parallel.plan import Plan
@@ -26,12 +27,14 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
     All ranks of the mesh call this, each with tensors for all the parameters that it holds; the others get nothing.
     Names may have a path before them, such as `exp_avg/transformer.wte.weight`.
     """
-    place, tensor, stages = place_of(mesh), group_of(mesh, "tensor"), group_of(mesh, "stage")
+    place = place_of(mesh)
+    replicas, tensor, stages = (group_of(mesh, axis) for axis in ("replica", "tensor", "stage"))
     shapes = parameter_shapes(plan.model)
     held: dict[str, Tensor] = {}
     for name in sorted(parts):
         part = parts[name].detach()
-        part = part.full_tensor() if hasattr(part, "full_tensor") else part  # gathers what replicas share out
+        if own_values(part) is not part:
+            part = _from_replicas(part, replicas)
         if place["replica"] > 0:
             continue
         dim = cut_dim(name) if part.dim() else None  # a count of updates is the same everywhere
@@ -47,6 +50,16 @@ def whole_tensors(parts: Mapping[str, Tensor], plan: Plan, mesh: DeviceMesh) -> 
     if place["replica"] > 0 or place["tensor"] > 0:
         return {}
     return held if stages is None else _from_stages(held, stages, torch.device(mesh.device_type))
+
+
+def _from_replicas(part: Tensor, replicas: Group) -> Tensor:
+    """On the first replica, all rows of a tensor that replicas share out: runs of equally many, the last ones fewer."""
+    count, mine = dist.get_world_size(replicas), own_values(part)
+    rows = mine.new_zeros((-(-part.shape[0] // count), *part.shape[1:]))
+    rows[: len(mine)] = mine
+    pieces = [torch.empty_like(rows) for _ in range(count)] if dist.get_rank(replicas) == 0 else None
+    dist.gather(rows, pieces, group=replicas, group_dst=0)
+    return rows if pieces is None else torch.cat(pieces)[: part.shape[0]]
 
 
 def _from_stages(held: dict[str, Tensor], stages: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
@@ -79,6 +92,10 @@ def own_part(name: str, whole: Tensor, plan: Plan, mesh: DeviceMesh) -> Tensor:
     part = cut_part(name, whole, place_of(mesh)["tensor"], plan.layout.tensor)
     if not plan.layout.shard:
         return part
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
-    return distribute_tensor(part, mesh["replica"], [Shard(0)])
+    rows = -(-part.shape[0] // plan.layout.replicas)
+    start = min(place_of(mesh)["replica"] * rows, part.shape[0])
+    mine = part[start : start + rows].to(mesh.device_type)
+    shape, stride = part.shape, part.stride()
+    return DTensor.from_local(mine, mesh["replica"], [Shard(0)], run_check=False, shape=shape, stride=stride)
