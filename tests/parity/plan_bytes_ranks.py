@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, empties: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._empties = empties
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -256,10 +256,10 @@ def generate_check(model: ModelConfig, layout: Layout | None = None, dtype: str 
 
 def everything() -> list[tuple[str, Callable[[], str]]]:
     """Every check by name, in the order in which all ranks do them."""
-    trained = [(f"train, {name}", partial(train_check, **settings)) for name, settings in TRAINED.items()]
-    return trained + [
-        (f"generate, {name}", partial(generate_check, **settings)) for name, settings in GENERATED.items()
-    ]
+    every: list[tuple[str, Callable[[], str]]] = []
+    every += [(f"train, {name}", partial(train_check, **settings)) for name, settings in TRAINED.items()]
+    every += [(f"generate, {name}", partial(generate_check, **settings)) for name, settings in GENERATED.items()]
+    return every
 
 
 def run_all(folder: Path) -> None:

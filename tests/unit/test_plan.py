@@ -356,7 +356,9 @@ def test_what_is_advised_is_accepted(layout: Layout, work: Workload) -> None:
         if words in fix:
             plan(SIX_B, layout, replace(work, **other))  # type: ignore[arg-type]
     if "--tensor" in fix:
-        plan(SIX_B, replace(layout, tensor=int(fix.partition("(--tensor ")[2].partition(")")[0])), work)
+        degree = int(fix.partition("(--tensor ")[2].partition(")")[0])
+        assert degree > layout.tensor
+        plan(SIX_B, replace(layout, tensor=degree), work)
 
 
 def test_what_is_given_is_kept_and_the_rest_proposed() -> None:
