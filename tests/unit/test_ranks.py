@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -113,6 +114,29 @@ def test_causes_come_before_consequences(falls: list[tuple[int, int]], cause: in
     """Catches a job whose end is blamed on who noticed it."""
     seen = [launch._Fall(order, rank, code) for order, (rank, code) in enumerate(falls)]
     assert min(seen, key=lambda fall: fall.likelihood).rank == cause
+
+
+@dataclass
+class Ends:
+    """A rank that ends with `code`, `polls` looks from now."""
+
+    code: int
+    polls: int
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return None if self.polls >= 0 else self.code
+
+
+@pytest.mark.parametrize(("code", "of_other"), [(2, 2), (3, launch.LOST)])
+def test_the_first_rank_is_waited_for(code: int, of_other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a refusal that is said twice, with another exit code, where the first rank takes a second to leave; and a
+    rank that lost the first one as the cause."""
+    now = iter(range(10_000))
+    monkeypatch.setattr(launch.time, "monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    ranks: Any = [Ends(code, polls=10), Ends(of_other, polls=0)]
+    assert launch._watch(ranks, []) == code
 
 
 def test_ends_have_names() -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from bluejay.config import Layout
 
 POLL_SECONDS = 0.05
-GATHER_SECONDS = 0.3  # in which ranks that fall with another one are seen to fall too
-GRACE_SECONDS = 5.0  # for a rank to leave when another has failed, before it is killed
+GATHER_SECONDS = 0.3  # in which ranks that fall with one that was killed, or with the first, are seen to fall too
+GRACE_SECONDS = 5.0  # for a rank to say what it fell of when another has failed, and to leave before it is killed
 LAST_WORDS = 2000  # characters of a failed rank's stderr that are shown
 LOST = 75  # exit code of a rank that cannot go on because another one is gone
 _ASK_TO_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -278,6 +278,12 @@ class _Fall:
     code: int
 
     @property
+    def is_cause(self) -> bool:
+        """Whether no other rank has more to say: this one was ended from outside, or is the first and has said why."""
+        killed = self.code < 0 and self.code != -signal.SIGABRT
+        return killed or (self.rank == 0 and self.code not in (LOST, -signal.SIGABRT))
+
+    @property
     def likelihood(self) -> tuple[int, int]:
         """Smaller is likelier to be the cause."""
         lost = self.code in (LOST, -signal.SIGABRT)  # what a lost connection makes of a rank, by our code or by torch's
@@ -296,7 +302,8 @@ def _watch(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> int:
         for rank, code in enumerate(codes):
             if code and rank not in fallen:
                 fallen[rank] = _Fall(len(fallen), rank, code)
-                deadline = min(deadline, time.monotonic() + GATHER_SECONDS)
+                patience = GATHER_SECONDS if fallen[rank].is_cause else GRACE_SECONDS
+                deadline = min(deadline, time.monotonic() + patience)
         if len(fallen) == len(processes):
             break
         time.sleep(POLL_SECONDS)
