@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import bluejay
 from bluejay.cli import run
+from bluejay.errors import RequestError
 
 EAGER = ("--backend", "eager")  # what is tested here does not depend on compiled programs
 COMMAND = (sys.executable, "-m", "bluejay", "generate", *EAGER)
@@ -125,6 +126,20 @@ def test_prompts_from_everywhere(cli: Cli, tmp_path: Path) -> None:
     assert cli(*short, stdin=PROMPT.encode() + b"\n") == expected
     assert cli("-", *short, stdin=PROMPT.encode()) == expected
     assert cli(*short, stdin=PROMPT.encode() + b"\n\n")[1].startswith(PROMPT + "\n")
+
+
+def test_a_prompt_is_a_line(tmp_path: Path) -> None:
+    """Catches a carriage return that the model reads, a line cut at a character that only looks like an end of line, a
+    blank line that is answered, and one that is dropped so that answers move up."""
+    from bluejay.cli.generate import _read_prompts
+
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("One\r\nÉté\u2028\r\n two \r\n".encode())
+    assert _read_prompts(None, None, file) == ["One", "Été\u2028", " two "]
+    for content, number in (("One\r\n\r\nTwo\r\n", 2), ("", 1), ("One\n\n", 2)):
+        file.write_bytes(content.encode())
+        with pytest.raises(RequestError, match=f"nothing in line {number}"):
+            _read_prompts(None, None, file)
 
 
 def test_stop_strings_and_reasons(cli: Cli, engine: bluejay.Engine) -> None:

@@ -176,7 +176,7 @@ def _read_prompts(prompt: str | None, file: Path | None, prompts: Path | None) -
             rule="prompts come from one place",
             fix="leave one out",
         )
-    lines = _read_prompt(None, prompts).split("\n")
+    lines = [line.removesuffix("\r") for line in _read_prompt(None, prompts).split("\n")]  # also of Windows' files
     if empty := [number for number, line in enumerate(lines, start=1) if not line]:
         raise RequestError(
             asked=f"the prompts in {prompts}",
