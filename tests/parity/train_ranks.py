@@ -24,11 +24,12 @@ from torch import Tensor
 
 from bluejay.build import Built, Programs
 from bluejay.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
-from bluejay.errors import BluejayError
+from bluejay.errors import BluejayError, ConfigError
 from bluejay.events import Event
 from bluejay.models import GPTJ
 from bluejay.parallel import PlannedStep, Rank, apply, as_one, build_mesh, join, leave
 from bluejay.parallel.cut import _own_randomness
+from bluejay.parallel.mesh import WORKING_SECONDS
 from bluejay.train import Rows, Samples, Trainer, TrainingError, plan_of, ranks_of, step_of
 
 WORLD = 4
@@ -230,6 +231,32 @@ def resume_check(first: Layout, then: Layout, bitwise: bool = False, **changes: 
     same_weights(average, whole.trainer._average, 1e-3)
 
 
+def rows_check() -> None:
+    """A checkpoint that does not say how many rows its updates have is one replica's: it goes on with as many."""
+    layout = LAYOUTS["data 2"]
+    mesh = in_mesh(layout)
+    if mesh is None:
+        return
+    out = [folder_for("rows")]
+    dist.broadcast_object_list(out, group=GROUPS[2])
+    config = replace(BASE, parallel=layout, global_batch=0, gradient_accumulation=3, eval_every=0)
+    run = trainer_over(config, out[0], mesh=mesh)
+    run.trainer.run(lambda: True)
+    saved = run.trainer.checkpoints.last()
+    assert saved is not None
+    state = saved.state()
+    del state["rows_per_update"]
+    with pytest.raises(ConfigError, match=r"were 6, are 12"):
+        run.trainer._check_same(saved, state)
+
+
+def patience_check() -> None:
+    """Ranks wait longer for the first one's checkpoint than they do for each other to come."""
+    mesh = in_mesh(Layout(replicas=WORLD))  # the axis is the whole world, whose limit is `join`'s
+    backend = mesh.get_group("replica")._get_backend(torch.device("cpu"))
+    assert backend.options._timeout.total_seconds() == WORKING_SECONDS
+
+
 def stale_check(layout: Layout) -> None:
     """Weights that change after an evaluation are those of the next pass, forward and backward."""
     mesh = in_mesh(layout)
@@ -374,6 +401,7 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     for name in ("pipeline 2", "tensor 2", "data 2 sharded", "data 2"):
         again = partial(resume_check, LAYOUTS[name], LAYOUTS[name], bitwise=True, dropout=0.1)
         every.append((f"bitwise, {name}", again))
+    every += [("rows of an earlier checkpoint", rows_check), ("patience", patience_check)]
     every.append(("changed after an evaluation", partial(stale_check, sharded)))
     for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
         every.append((f"overflow, {name}", partial(overflow_check, LAYOUTS[name])))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from bluejay.build import read_weights
 from bluejay.cli import run
-from bluejay.train import alone_in
+from bluejay.train import EventFile
 
 PACKAGE = Path(__file__).parents[2] / "src"
 
@@ -114,7 +115,7 @@ def test_what_is_refused(
 
 def test_one_run_in_a_folder(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches two runs that write into one folder at once, each deleting what the other has half-written."""
-    with alone_in(tmp_path / "out"):
+    with closing(EventFile(tmp_path / "out" / "events.jsonl")):
         assert run(arguments) == 1
     assert "another process" in capsys.readouterr().err
     assert run([*arguments, "--set", "steps=1"]) == 0

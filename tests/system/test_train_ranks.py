@@ -119,6 +119,7 @@ def test_a_run_outlives_a_killed_rank_and_ctrl_c(arguments: list[str], one_proce
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 130, errors
+    assert errors.count("bluejay: interrupted\n") == 1
     assert killed + 2 <= last_saved(out) == max(losses(out)) < STEPS
     assert not (out / "model").exists()
     wanted = losses(one_process)

@@ -133,10 +133,19 @@ def test_the_first_rank_is_waited_for(code: int, of_other: int, monkeypatch: pyt
     """Catches a refusal that is said twice, with another exit code, where the first rank takes a second to leave; and a
     rank that lost the first one as the cause."""
     now = iter(range(10_000))
-    monkeypatch.setattr(launch.time, "monotonic", lambda: next(now) / 10)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("bluejay.cli.launch.time.monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr("bluejay.cli.launch.time.sleep", lambda seconds: None)
     ranks: Any = [Ends(code, polls=10), Ends(of_other, polls=0)]
     assert launch._watch(ranks, []) == code
+
+
+def test_interrupted_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a first rank that is ended while it still draws its plot, because another had left before it."""
+    now = iter(range(10_000))
+    monkeypatch.setattr("bluejay.cli.launch.time.monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr("bluejay.cli.launch.time.sleep", lambda seconds: None)
+    ranks: Any = [Ends(130, polls=200), Ends(130, polls=0)]
+    assert launch._watch(ranks, []) == 130
 
 
 def test_ends_have_names() -> None:

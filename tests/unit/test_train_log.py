@@ -14,7 +14,7 @@ import pytest
 from bluejay.cli.train import TrainDisplay
 from bluejay.config import TrainConfig
 from bluejay.events import Event
-from bluejay.train import EventFile, plot_loss, read_events, trackers
+from bluejay.train import EventFile, TrainingError, plot_loss, read_events, trackers
 
 UPDATE = {"loss": 2.0, "learning_rate": 0.1, "gradient_norm": 1.0, "num_tokens": 50, "seconds": 0.5}
 RATES: dict[str, Any] = {"compiled": False, "tokens_per_second": 100.0}
@@ -50,6 +50,19 @@ def test_a_run_goes_on_after_a_half_written_line(tmp_path: Path) -> None:
     file(Event("b", {"text": "one\u2028two"}))
     file.close()
     assert [event["event"] for event in read_events(path)] == ["a", "b"]
+
+
+def test_events_are_one_process_s(tmp_path: Path) -> None:
+    """Catches a second job whose ranks write into, and cut off, what the ranks of the first are writing."""
+    path = tmp_path / "events-rank1.jsonl"
+    first = EventFile(path)
+    with path.open("a") as half:
+        half.write('{"eve')
+    with pytest.raises(TrainingError, match=r"another process .* writes events-rank1\.jsonl"):
+        EventFile(path)
+    assert path.read_text() == '{"eve'
+    first.close()
+    EventFile(path).close()
 
 
 def test_the_plot_takes_what_there_is(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ POLL_SECONDS = 0.05
 GATHER_SECONDS = 0.3  # in which ranks that fall with one that was killed, or with the first, are seen to fall too
 GRACE_SECONDS = 5.0  # for a rank to say what it fell of when another has failed, and to leave before it is killed
 LAST_WORDS = 2000  # characters of a failed rank's stderr that are shown
+INTERRUPTED = 130  # exit code of a rank that was asked to leave; all that train do so together, once they have saved
 LOST = 75  # exit code of a rank that cannot go on because another one is gone
 _ASK_TO_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -297,13 +298,14 @@ def _watch(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> int:
     deadline = float("inf")
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return 0
+        if all(code in (0, INTERRUPTED) for code in codes):
+            return max(code or 0 for code in codes)
         for rank, code in enumerate(codes):
             if code and rank not in fallen:
                 fallen[rank] = _Fall(len(fallen), rank, code)
                 patience = GATHER_SECONDS if fallen[rank].is_cause else GRACE_SECONDS
-                deadline = min(deadline, time.monotonic() + patience)
+                if code != INTERRUPTED:
+                    deadline = min(deadline, time.monotonic() + patience)
         if len(fallen) == len(processes):
             break
         time.sleep(POLL_SECONDS)

@@ -120,7 +120,8 @@ def _verb(error: Any) -> str:
 
 
 def _interrupted() -> int:
-    print("\nbluejay: interrupted", file=sys.stderr)
+    if "BLUEJAY_LISTENER" not in os.environ:  # who starts ranks says it for all of them
+        print("\nbluejay: interrupted", file=sys.stderr)
     return 130
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,18 +134,16 @@ def run_training(
         ConfigError, MachineError: as `check`.
         TrainingError and what `build` raises.
     """
-    from bluejay.train import Checkpoints, alone_in
+    from bluejay.train import Checkpoints
 
     made = made or check(run, resume)
-    out = Path(run.out)
-    last = Checkpoints(out / "checkpoints", run.keep).last()
+    last = Checkpoints(Path(run.out) / "checkpoints", run.keep).last()
     run = replace(run, device=device_of_rank(run.device))
-    with alone_in(out) if is_heard() else nullcontext():
-        return _train_alone(run, observe, last, made)
+    return _train(run, observe, last, made)
 
 
-def _train_alone(run: TrainConfig, observe: Callable[[Event], None], last: Saved | None, made: Plan) -> TrainResult:
-    """The run itself, in a folder that no other run writes."""
+def _train(run: TrainConfig, observe: Callable[[Event], None], last: Saved | None, made: Plan) -> TrainResult:
+    """The run itself; its file of events keeps other runs out of its folder."""
     from bluejay.build import locate
     from bluejay.checkpoint import load_tokenizer, open_checkpoint, read_config
     from bluejay.errors import ConfigError

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them without exporting them
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bluejay.config import Layout
 from bluejay.errors import ConfigError, MachineError
@@ -18,6 +19,9 @@ from bluejay.parallel.collectives import Group
 
 T = TypeVar("T")
 
+# For one rank to read or write what is everybody's while the others wait: 72 GB of a checkpoint take ten minutes.
+# A rank that dies is noticed at once, by its connection.
+WORKING_SECONDS = 1800.0
 AXES = ("replica", "stage", "tensor")  # neighbors in rank share layers: the axis that moves most bytes is innermost
 
 
@@ -36,7 +40,12 @@ def build_mesh(layout: Layout, device_type: str = "cpu") -> DeviceMesh:
             fix=f"start {num_devices} ranks, or lay the model out over {world}",
         )
     ranks = torch.arange(num_devices).view(layout.replicas, layout.num_stages, layout.tensor)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    if mesh.get_coordinate() is not None:
+        for axis in AXES:
+            if (group := group_of(mesh, axis)) is not None:  # torch's own limits differ by backend and by axis
+                _set_pg_timeout(timedelta(seconds=WORKING_SECONDS), group)
+    return mesh
 
 
 def group_of(mesh: DeviceMesh, axis: str) -> Group:

@@ -1,7 +1,7 @@
 """Training: samples to batches, one loop, its optimizers and precisions, adapters, checkpoints."""
 
 from bluejay.train.attention import attend_in_tiles
-from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, alone_in, written
+from bluejay.train.checkpoints import Checkpoints, Saved, TrainingError, written
 from bluejay.train.log import EventFile, plot_loss, read_events, trackers
 from bluejay.train.loop import Trainer, TrainResult, prepare
 from bluejay.train.lora import LoraLinear, add_lora, base_digest, merged_weights, read_adapter, save_adapter
@@ -35,7 +35,6 @@ __all__ = [
     "Updater",
     "Weights",
     "add_lora",
-    "alone_in",
     "attend_in_tiles",
     "base_digest",
     "lay_out",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -57,30 +57,22 @@ def written(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Make a run's folder, and keep other runs out of it until the process ends or the block is left.
+def keep_alone(file: IO[str], path: Path) -> None:
+    """Lock a run's open file, so that no other run writes there until it is closed or the process ends.
 
     Raises:
-        TrainingError: another process trains into it, or it cannot be made.
+        TrainingError: another process has locked it.
     """
-    with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(lock)
+        file.close()
         raise TrainingError(
-            asked=f"a run in {folder}",
-            found="another process that trains into it",
+            asked=f"a run in {path.parent}",
+            found=f"another process that trains into it, and writes {path.name}",
             rule="a run never mixes with another",
             fix="wait for it, or choose another out",
         ) from None
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 @dataclass(frozen=True)

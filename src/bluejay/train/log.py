@@ -15,20 +15,27 @@ from typing import Any
 from bluejay.config import TrainConfig
 from bluejay.errors import ConfigError
 from bluejay.events import Event, Observer, ignore
-from bluejay.train.checkpoints import written
+from bluejay.train.checkpoints import keep_alone, written
 
 
 class EventFile:
-    """An observer that appends every event as one JSON line with its time. NaN is written as "nan"."""
+    """An observer that appends every event as one JSON line with its time. NaN is written as "nan".
+
+    While it is open, no other process has a file of events there: it is what keeps runs out of each other's folder, and
+    each rank's file that of another job's.
+
+    Raises:
+        TrainingError: another process has it open, or it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab+") as file:  # a line that a kill or a full disk left half-written ends here
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
             self._file = path.open("a", encoding="utf-8")
+        keep_alone(self._file, path)
+        with written(path), path.open("rb+") as file:  # a line that a kill or a full disk left half-written ends here
+            file.truncate(file.read().rfind(b"\n") + 1)
 
     def __call__(self, event: Event) -> None:
         if event.name in ("load", "save"):  # one for each tensor

@@ -435,7 +435,10 @@ class Trainer:
         mine = flatten(asdict(self.config))
         theirs = flatten(state["config"])
         differing = [n for n in sorted(mine | theirs) if mine.get(n) != theirs.get(n)]
-        rows, their_rows = self.config.rows_per_update(self._ranks.count), state.get("rows_per_update")
+        rows = self.config.rows_per_update(self._ranks.count)
+        # Earlier checkpoints do not say; they are of one replica.
+        alone = theirs["global_batch"] or theirs["micro_batch"] * (theirs["gradient_accumulation"] or 1)
+        their_rows = state.get("rows_per_update", alone)
         free = FREE_TO_CHANGE | (DIVISION if rows == their_rows else set())
         changed = [name for name in differing if name.partition(".")[0] not in free]
         longer = {"steps", "epochs"}
@@ -444,7 +447,7 @@ class Trainer:
             refused.append("the training data")
         if state.get("base", "") != self._base:
             refused.append(f"the weights under the adapters, in {self.built.directory}")
-        if their_rows not in (rows, None):  # earlier checkpoints do not say
+        if their_rows != rows:
             refused.append(f"the rows of an update (were {their_rows}, are {rows})")
         if refused:
             shown = ", ".join(f"{n} (was {theirs.get(n)!r}, is {mine.get(n)!r})" if n in mine else n for n in refused)

@@ -29,9 +29,7 @@ class Trained:
     def __init__(self, name: str, parameter: nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
         self.name, self.parameter, self.kept = name, parameter, keep
         self._sum: Tensor | None = None
-        if (
-            own_values(parameter) is not parameter
-        ):  # a master already, and a copy; it is gathered in the dtype that is computed in
+        if own_values(parameter) is not parameter:  # shared out: a master already, and a copy (`PlannedStep`)
             self.master = parameter
             return
         # Always a copy: loaded weights may be mapped from their file, and are written to from now on.
