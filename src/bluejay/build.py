@@ -19,7 +19,7 @@ from bluejay.config import CompileSpec, Layout, ModelConfig, QuantSpec, RunConfi
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
 from bluejay.kernels import ensure as ensure_kernels
-from bluejay.machine import available_memory_bytes, default_cache_folder
+from bluejay.machine import available_memory_bytes, default_cache_folder, give_back_freed_memory
 from bluejay.models import GPTJ
 from bluejay.quant import QuantizedLinear, QuantizedSource, fake_quantize_model, quantize_model
 
@@ -177,6 +177,7 @@ def build(
     if packing := run.quantize or checkpoint.quantization:
         layers = [name.removesuffix(".codes") for name in origin.tensors if name.endswith(".codes")]
         quantize_model(model, replace(packing, layers=tuple(layers)))
+        give_back_freed_memory()  # a model is packed because memory is short; prompts become a twentieth slower
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
     made = plan if plan is not None or mesh is None else _plan(run, config, dtype, packing, context)
     if weights:  # what is taken apart stays mapped until then, so that each rank holds its own part only

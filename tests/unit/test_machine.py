@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import stat
@@ -135,3 +136,29 @@ def test_measured_rates_are_possible() -> None:
     """Catches a measurement of the cache or of nothing: no machine reads a petabyte or multiplies at an exaflop."""
     assert 1e7 < machine.measure_read_bandwidth(num_bytes=2**22, passes=1) < 1e15
     assert 1e6 < machine.measure_gemm(torch.float32, size=128, passes=1) < 1e18
+
+
+_FREED = """
+import sys, torch
+from bluejay.machine import give_back_freed_memory
+
+def resident_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS:"))
+
+give_back_freed_memory()
+large = torch.ones(5 * 2**20)
+del large  # 20 MiB: from now on glibc would keep smaller ones
+before = resident_bytes()
+blocks = [(torch.ones(2**20), torch.ones(64)) for _ in range(50)]  # 4 MiB, and little that stays above each
+kept = [small for _, small in blocks]
+del blocks
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc keeps what is freed")
+def test_freed_memory_is_given_back() -> None:
+    """200 MB of a prompt's tensors that a process keeps for ever."""
+    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40e6

@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to measure resident memory")
 @pytest.mark.parametrize(
     ("work", "source", "limit_mb"),
-    # Packed: 14 MB, the embedding, which stays: 49 MB, and pieces of it all, which the allocator gives back when it likes
+    # Packed: 14 MB, the embedding, which stays: 49 MB, and pieces of it all, given back when the allocator likes
     # (converting: 24 to 30 MB in five runs). Both models: 140 MB.
     [("convert", "", 40), ("load", "", 110), ("load", "-packed", 25), ("place", "-packed", 25)],
 )

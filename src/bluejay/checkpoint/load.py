@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -65,9 +66,9 @@ class Checkpoint:
         file = self._files[info.file]
         return file.read(name) if dtype in (None, info.dtype) else file.convert(name, dtype)
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """One tensor into another of its shape; what was read before is not kept in memory."""
-        self._files[self.tensors[name].file].copy(name, target)
+    def read_into(self, name: str, target: Tensor) -> None:
+        """One tensor of a safetensors file into another of its shape and type, without mapping it."""
+        self._files[self.tensors[name].file].read_into(name, target)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of some rows of a tensor, as stored; what was read before is not kept in memory."""
@@ -195,15 +196,17 @@ def load_weights(
     broken = [name for name in sources.values() if not _stored_finite(packed, name)] if verify and packed else []
     done_bytes = 0
     buffers = [tensor for tensor in sources if not isinstance(tensor, nn.Parameter)] if large_pages else []
-    room = LargePages(sum(b.nbytes for b in buffers), len(buffers)) if buffers and has_large_pages() else None
-    # Packed weights come first: a mapping is not given up as long as a weight that stays in it is held.
-    for parameter, name in sorted(sources.items(), key=lambda item: isinstance(item[0], nn.Parameter)):
+    room: LargePages | None = None
+    if buffers and has_large_pages():
+        with suppress(OSError):  # a limit of this process: mapped weights need no memory of its own
+            room = LargePages(sum(b.nbytes for b in buffers), len(buffers))
+    for parameter, name in sources.items():
         if room is None or isinstance(parameter, nn.Parameter):
             weights[parameter] = checkpoint.read(name, dtypes[parameter])
         else:
             weights[parameter] = room.take(parameter.shape, parameter.dtype)
             if packed:
-                packed.copy(name, weights[parameter])
+                packed.read_into(name, weights[parameter])
             else:
                 weights[parameter].copy_(checkpoint.read(name))
         if verify and packed is None and not _all_finite(weights[parameter]):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -69,7 +71,13 @@ class WeightFile:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of some rows of a tensor, as stored. Never more than a slice's worth of pages is held."""
-        part_bytes = (stop - start) * self._tensors[name][:1].nbytes
+        held = self._tensors[name]
+        if self.path.suffix == ".safetensors":
+            part = torch.empty((stop - start, *held.shape[1:]), dtype=held.dtype)
+            self.read_into(name, part, start)
+            return part
+        part_bytes = (stop - start) * held[:1].nbytes
+        del held
         self._make_room(part_bytes)
         self._touched_bytes += part_bytes
         return self._tensors[name][start:stop].clone(memory_format=torch.contiguous_format)
@@ -84,14 +92,9 @@ class WeightFile:
         if not source.is_contiguous():
             return source.to(dtype, memory_format=torch.contiguous_format)
         result = torch.empty(source.shape, dtype=dtype)
-        del source
-        self.copy(name, result)
-        return result
-
-    def copy(self, name: str, result: Tensor) -> None:
-        """A contiguous tensor into another of its shape, as `convert`."""
-        itemsize = self._tensors[name].element_size()
+        itemsize = source.element_size()
         step = self._limit // itemsize
+        del source
         target = result.view(-1)
         for start in range(0, target.numel(), step):
             part = target[start : start + step]
@@ -99,6 +102,41 @@ class WeightFile:
             self._make_room(part_bytes)
             part.copy_(self._tensors[name].view(-1)[start : start + step])
             self._touched_bytes += part_bytes
+        return result
+
+    def read_into(self, name: str, target: Tensor, start: int = 0) -> None:
+        """Rows of a tensor of a safetensors file into a contiguous one of its type; no page of the file is mapped.
+
+        Args:
+            target: as many rows as it has are read, from row `start` on.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        row_bytes = target.nbytes // max(len(target), 1)
+        left = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._starts[name] + start * row_bytes)
+            while left:
+                num_read = file.readinto(left)
+                if not num_read:
+                    raise CheckpointError(
+                        asked=f"read {name} from {self.path}",
+                        found=f"{len(left)} of {target.nbytes} bytes missing",
+                        rule="a file stays as it is while it is read",
+                        fix="put the complete file there and load again",
+                    )
+                left = left[num_read:]
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        """Where the bytes of each tensor of a safetensors file begin."""
+        with self.path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        return {
+            name: 8 + header_bytes + held["data_offsets"][0] for name, held in header.items() if name in self._tensors
+        }
 
     @property
     def _limit(self) -> int:

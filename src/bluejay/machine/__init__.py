@@ -9,6 +9,7 @@ from bluejay.machine.processor import (
     cpu,
     cpu_features,
     default_cache_folder,
+    give_back_freed_memory,
     peak_memory_bytes,
     total_memory_bytes,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "default_cache_folder",
     "describe",
     "devices",
+    "give_back_freed_memory",
     "how_to_install_compiler",
     "measure_gemm",
     "measure_read_bandwidth",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -17,6 +18,7 @@ _X86_INSTRUCTIONS = tuple(
 )
 _CGROUP = Path("/sys/fs/cgroup")
 _DEFAULT_LAST_CACHE_BYTES = 64 * 2**20
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,16 @@ def available_memory_bytes() -> int:
     used = int((_CGROUP / "memory.current").read_text())
     stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     return min(available, max(limit - used + int(stat["inactive_file"]), 0))  # cached files give way
+
+
+def give_back_freed_memory() -> None:
+    """Have freed blocks of a MiB and more returned to the system at once, where the C library is glibc.
+
+    It would come to keep blocks of up to 32 MiB once it has seen one freed: 0.6 GB after a prompt of 2,048 tokens.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _container_limit_bytes() -> int | None:

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ constexpr int64_t kRowsAtOnce = 256;    // what is packed of x then stays near, 
 constexpr int64_t kLongestSegment = 256;
 constexpr int64_t kPartInputs = 1024;   // of x that are packed at a time
 constexpr int64_t kAheadBytes = 16384;  // of codes that a thread asks for with each part that it packs
+constexpr int kLooks = 2000;            // at what others pack, before this thread lets another one have its core
 constexpr int64_t kFewRows = 2;         // up to which a thread reads one stream of codes rather than share loads of x
 
 // Bit by bit what the paths need; Python asks for it.
@@ -155,7 +157,7 @@ void multiply(const Path& path, const Weights& w, const void* x, int64_t num_row
         asked += kAheadBytes / step;
         pack(unit / parts, unit % parts);
       }
-      while (packed_units < units) pause();
+      for (int looks = 0; packed_units < units; ++looks) looks < kLooks ? pause() : std::this_thread::yield();
       while (now.first < steps) {
         const auto next = take();  // before the work, whose end asks memory for what comes then
         const int64_t end = std::min(now.second * step, w.blocks);
