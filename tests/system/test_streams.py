@@ -38,9 +38,10 @@ def test_generate_needs_no_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
-    """Catches an answer that is lost with code 0, or with a traceback of the interpreter on its way out."""
-    done = shell(f"{BLUEJAY} cache list --cache {tmp_path} >/dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_the_output_is_told(tmp_path: Path, unbuffered: str) -> None:
+    """Catches an answer that is lost with code 0, or with a traceback of the interpreter on its way out; told twice."""
+    done = shell(f"{BLUEJAY} cache list --cache {tmp_path} >/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1
     assert done.stderr == "bluejay: standard output: No space left on device\n"
 

@@ -92,7 +92,9 @@ def _answer(argv: list[str]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             return _unexpected(error, as_json, debug)
-        _report(f"standard output: {error.strerror}", {"code": "output", "found": str(error.strerror)}, False, debug)
+        if debug:
+            traceback.print_exc()
+        _give_up_output(error)
         return 1
     except Exception as error:
         return _unexpected(error, as_json, debug)
@@ -131,8 +133,13 @@ def _close_output() -> bool:
         sys.stdout.flush()
         return True
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # nobody reads any more, which is no failure of ours
-            return True
-        print(f"bluejay: standard output: {error.strerror}", file=sys.stderr)
-        return False
+        return _give_up_output(error)
+
+
+def _give_up_output(error: OSError) -> bool:
+    """Say that nothing more can be written, unless that is no failure of ours, and have the rest go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # nobody reads any more
+        return True
+    print(f"bluejay: standard output: {error.strerror}", file=sys.stderr)
+    return False

@@ -103,7 +103,8 @@ def devices() -> tuple[Device, ...]:
 def _package_versions() -> Iterator[tuple[str, str]]:
     for package in _PACKAGES:
         try:
-            yield package, metadata.version(package)
+            # torch's own word tells the build as well, which the package's does not always.
+            yield package, torch.__version__ if package == "torch" else metadata.version(package)
         except metadata.PackageNotFoundError:
             yield package, "not installed"
 
