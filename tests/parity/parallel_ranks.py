@@ -1,14 +1,10 @@
 """What each rank of tests/parity/test_parallel.py does: one world of four runs every check and writes what failed.
 
-python parallel_ranks.py RANK PORT FOLDER
+See world.py.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from world import GROUPS, Checks, run_rank
 
 from bluejay.build import Built, Programs
 from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, QuantSpec, RunConfig, Workload
@@ -29,12 +26,9 @@ from bluejay.parallel import (
     IGNORED,
     Meeting,
     PlannedStep,
-    Rank,
     apply,
     build_mesh,
     cut_part,
-    join,
-    leave,
     own_part,
     place_of,
     plan,
@@ -43,7 +37,6 @@ from bluejay.parallel import (
 from bluejay.quant import quantize_model
 from bluejay.train import Batch
 
-WORLD = 4
 CONFIG = ModelConfig(vocab_size=65, n_positions=32, n_embd=32, n_layer=5, n_head=4, rotary_dim=4)
 
 
@@ -181,7 +174,6 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-GROUPS: dict[int, dist.ProcessGroup] = {}
 PROGRAMS = Path("programs")  # of this world; below, in the folder of its reports
 
 
@@ -416,9 +408,9 @@ def three_chunks_check() -> None:
         add_gradients(step, ids, targets, torch.ones(()), 8)
 
 
-def everything() -> list[tuple[str, Callable[[], None]]]:
+def everything() -> Checks:
     """Every check by name, in the order in which all ranks do them."""
-    every: list[tuple[str, Callable[[], None]]] = [(c.name, partial(train_check, c)) for c in checks()]
+    every: Checks = [(c.name, partial(train_check, c)) for c in checks()]
     for layout in (Layout(tensor=2), Layout(tensor=4), Layout(stages=2, tensor=2)):
         every.append((f"int4, pipeline {layout.num_stages} x tensor {layout.tensor}", partial(int4_check, layout)))
     for layout in GENERATED:
@@ -434,26 +426,11 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     return every
 
 
-def run_all(folder: Path) -> None:
-    """Do every check; `rankN.json` holds each one's name and error, "" where it held."""
+def prepare(folder: Path) -> None:
+    """Say where this world keeps its programs."""
     global PROGRAMS
     PROGRAMS = folder / "programs"
-    for size in range(1, WORLD + 1):
-        GROUPS[size] = dist.new_group(list(range(size)))  # type: ignore[assignment]
-    failures: dict[str, str] = {}
-    for name, work in everything():
-        try:
-            work()
-            failures[name] = ""
-        except (AssertionError, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
-        except Exception:
-            failures[name] = traceback.format_exc()
-            break  # the ranks no longer agree on what comes next
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(failures))
 
 
 if __name__ == "__main__":
-    join(Rank(int(sys.argv[1]), WORLD, "127.0.0.1", int(sys.argv[2])), timeout_seconds=60)
-    run_all(Path(sys.argv[3]))
-    leave()
+    run_rank(everything, prepare)

@@ -1,18 +1,13 @@
 """What each rank of tests/parity/test_plan_bytes.py does: the training loop's own parts, and engines, are weighed.
 
-python plan_bytes_ranks.py RANK PORT FOLDER
+See world.py.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from world import Checks, run_rank
 
 from bluejay.build import Built, Programs
 from bluejay.config import (
@@ -36,13 +32,12 @@ from bluejay.config import (
 )
 from bluejay.generate import Engine
 from bluejay.models import GPTJ
-from bluejay.parallel import Meeting, Rank, apply, as_one, build_mesh, join, leave, own_values, place_of, plan
+from bluejay.parallel import Meeting, apply, as_one, build_mesh, own_values, place_of, plan
 from bluejay.train import plan_of, ranks_of, step_of
 from bluejay.train.optimizers import Updater
 from bluejay.train.packing import Batch
 from bluejay.train.precision import DTYPES, Weights
 
-WORLD = 4
 SMALL = ModelConfig(vocab_size=258, n_positions=64, n_embd=64, n_layer=4, n_head=4, rotary_dim=8)
 # The head and the embedding weigh more than all layers; heads are rotated whole; weights weigh more than activations.
 VOCABULARY = replace(SMALL, vocab_size=8000, n_positions=128)
@@ -254,27 +249,13 @@ def generate_check(model: ModelConfig, layout: Layout | None = None, dtype: str 
     return close(found, {**memory.items(), "peak": memory.total})
 
 
-def everything() -> list[tuple[str, Callable[[], str]]]:
+def everything() -> Checks:
     """Every check by name, in the order in which all ranks do them."""
-    every: list[tuple[str, Callable[[], str]]] = []
+    every: Checks = []
     every += [(f"train, {name}", partial(train_check, **settings)) for name, settings in TRAINED.items()]
     every += [(f"generate, {name}", partial(generate_check, **settings)) for name, settings in GENERATED.items()]
     return every
 
 
-def run_all(folder: Path) -> None:
-    """Do every check; `rankN.json` holds what is wrong with each one, "" where nothing is."""
-    failures: dict[str, str] = {}
-    for name, check in everything():
-        try:
-            failures[name] = check()
-        except Exception:
-            failures[name] = traceback.format_exc()
-            break  # the ranks no longer agree on what comes next
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(failures))
-
-
 if __name__ == "__main__":
-    join(Rank(int(sys.argv[1]), WORLD, "127.0.0.1", int(sys.argv[2])), timeout_seconds=60)
-    run_all(Path(sys.argv[3]))
-    leave()
+    run_rank(everything)

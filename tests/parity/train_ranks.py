@@ -1,14 +1,11 @@
 """What each rank of tests/parity/test_train_parallel.py does: one world of four trains under every layout.
 
-python train_ranks.py RANK PORT FOLDER
+See world.py.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -21,18 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from world import GROUPS, WORLD, Checks, run_rank
 
 from bluejay.build import Built, Programs
 from bluejay.config import DataConfig, Layout, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from bluejay.errors import BluejayError, ConfigError
 from bluejay.events import Event
 from bluejay.models import GPTJ
-from bluejay.parallel import PlannedStep, Rank, apply, as_one, build_mesh, join, leave
+from bluejay.parallel import PlannedStep, apply, as_one, build_mesh
 from bluejay.parallel.cut import _own_randomness
 from bluejay.parallel.mesh import WORKING_SECONDS
 from bluejay.train import Rows, Samples, Trainer, TrainingError, plan_of, ranks_of, step_of
 
-WORLD = 4
 MODEL = ModelConfig(vocab_size=65, n_positions=32, n_embd=32, n_layer=4, n_head=4, rotary_dim=4, dtype="float32")
 # Twelve rows an update: in six micro-batches on one replica, in three on each of two. Gradients are clipped every time.
 BASE = TrainConfig(
@@ -375,9 +372,9 @@ def refused_check() -> None:
             replace(BASE, **changes)
 
 
-def everything() -> list[tuple[str, Callable[[], None]]]:
+def everything() -> Checks:
     """Every check by name, in the order in which all ranks do them."""
-    every: list[tuple[str, Callable[[], None]]] = []
+    every: Checks = []
     for name, layout in {**LAYOUTS, **OTHERS}.items():
         every.append((f"curve, {name}", partial(curve_check, layout)))
     shared = Layout(stages=2, replicas=2, shard=True, schedule="interleaved", chunks=2, micro_batches=2)
@@ -414,34 +411,13 @@ def everything() -> list[tuple[str, Callable[[], None]]]:
     return every
 
 
-GROUPS: dict[int, Any] = {}
-
-
-def run_all(folder: Path) -> None:
-    """Do every check; `rankN.json` holds each one's name and error, "" where it held."""
+def prepare(folder: Path) -> None:
+    """Say where this world keeps its runs."""
     global FOLDER
     FOLDER = folder
     (folder / "tokenizer").mkdir(exist_ok=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")  # only copied
-    dist.barrier()
-    for size in range(1, WORLD + 1):
-        GROUPS[size] = dist.new_group(list(range(size)))
-    failures: dict[str, str] = {}
-    for name, work in everything():
-        if len(sys.argv) > 4 and sys.argv[4] not in name:
-            continue
-        try:
-            work()
-            failures[name] = ""
-        except (AssertionError, pytest.fail.Exception):
-            failures[name] = traceback.format_exc()
-        except Exception:
-            failures[name] = traceback.format_exc()
-            break  # the ranks no longer agree on what comes next
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(failures))
 
 
 if __name__ == "__main__":
-    join(Rank(int(sys.argv[1]), WORLD, "127.0.0.1", int(sys.argv[2])), timeout_seconds=60)
-    run_all(Path(sys.argv[3]))
-    leave()
+    run_rank(everything, prepare)
