@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from train_ranks import everything
+import torch
+from train_ranks import MODEL, everything, noisy_model
 from world import Reports, assert_held, reports_of
+
+from bluejay.parallel.step import _Forward
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +27,13 @@ def test_ranks_train_what_one_process_trains(name: str, training_reports: Report
     one rank learns; dropout that a resume draws anew (law 7, B-37); adapters and rounding over parts of matrices.
     """
     assert_held(name, training_reports)
+
+
+def test_stages_drop_by_seeds_of_their_own() -> None:
+    """Catches stages that all draw the same masks from the seed of a micro-batch."""
+    model = noisy_model(MODEL).train()
+    model.transformer.drop.p = 0.5
+    ids, seeds = torch.arange(12).view(2, 6), torch.tensor([3])
+    first, again, other = (_Forward(model, n, False, 0.0, torch.float32)(ids, seeds=seeds) for n in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
