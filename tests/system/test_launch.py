@@ -34,6 +34,7 @@ def answer(*command: str) -> list[int]:
         [sys.executable, "-m", *command], capture_output=True, text=True, env=environment(), check=False
     )
     assert run.returncode == 0, run.stderr
+    assert run.stderr.count("new tokens") == 1  # one rank is heard, also where a launcher shows all
     (line,) = run.stdout.splitlines()
     ids: list[int] = json.loads(line)["completions"][0]["ids"]
     return ids
@@ -143,13 +144,13 @@ def test_a_batch_streams_over_ranks_as_on_one_device(tmp_path: Path) -> None:
     that sample on their own (B-54), text with a locale."""
     file = tmp_path / "prompts"
     file.write_text("Once upon a time\nÉté\nThe little dog\nOne day,\nShe\n", encoding="utf-8")
-    command = [sys.executable, "-m", "bluejay", "generate", "--prompts", str(file), "--echo", *SAMPLED[:-1]]
+    command = [sys.executable, "-m", "bluejay", "generate", "--echo", *SAMPLED[:-1], "--backend", "eager"]
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
     spread = ["--devices", "2", "--stages", "2", "--loop", "device", "--iterations", "3"]
     texts = []
-    for options in ([], spread):
+    for options in (["--prompts", str(file)], ["--prompts", str(file), *spread], ["Once upon a time"]):
         run = subprocess.run(
-            [*command, "--backend", "eager", *options],
+            [*command, *options],
             capture_output=True,
             env={**environment(), **plain},
             check=False,
@@ -158,7 +159,7 @@ def test_a_batch_streams_over_ranks_as_on_one_device(tmp_path: Path) -> None:
         texts.append(run.stdout.decode())
         assert run.stderr.decode().count("new tokens") == 1
     assert texts[0] == texts[1]
-    assert texts[0].startswith("=== prompt 1 of 5\nOnce upon a time")
+    assert texts[0].startswith(f"=== prompt 1 of 5\n{texts[2]}")
     assert "=== prompt 2 of 5\nÉté" in texts[0]
 
 
