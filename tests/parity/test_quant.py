@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,29 @@ def test_load_weights_keeps_the_packed_dtypes(packed: Path) -> None:
     for name, tensor in packed_tensors(built.model).items():
         assert tensor.dtype == (torch.int32 if name.endswith("codes") else torch.float16)
     assert built.model.lm_head.bias.dtype == torch.bfloat16
+
+
+def test_memory_that_is_refused_is_done_without(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a limit of the process that ends loading, where mapped weights need no memory of their own; and weights
+    read from another place of the file than they are mapped from."""
+    placed = load_dir(packed).model
+    refused: list[int] = []
+
+    def refuse(num_bytes: int, num_tensors: int) -> None:
+        refused.append(num_bytes)
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("bluejay.checkpoint.load.has_large_pages", lambda: True)
+    monkeypatch.setattr("bluejay.checkpoint.load.LargePages", refuse)
+    mapped = load_dir(packed).model
+    assert refused
+    assert all(torch.equal(a, b) for a, b in zip(placed.buffers(), mapped.buffers(), strict=True))
+
+
+def test_a_file_that_has_become_shorter_is_refused(packed: Path) -> None:
+    """Catches weights that are zeros from somewhere on."""
+    checkpoint = open_checkpoint(packed)
+    name, info = next(reversed(checkpoint.tensors.items()))  # the last in the file
+    os.truncate(packed / info.file, (packed / info.file).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="bytes missing"):
+        checkpoint.read_into(name, torch.zeros(info.shape, dtype=info.dtype))

@@ -408,3 +408,11 @@ def test_ends_of_text_come_from_the_generation_config(tiny_checkpoint: Path) -> 
     """Newer releases add an instruct model's end of turn there only: without it, answers run on."""
     (tiny_checkpoint / "generation_config.json").write_text('{"eos_token_id": [0, 7], "temperature": 0.5}')
     assert open_checkpoint(tiny_checkpoint).config.eos_token_ids == (0, 7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_those_of_the_tensor(tmp_path: Path, tiny_config: ModelConfig, weights: dict, layout: str) -> None:
+    """Catches slices that all begin at a tensor's first row, or at another tensor's: a model is packed from them."""
+    checkpoint = open_checkpoint(write(tmp_path, tiny_config, weights, layout))
+    for name in ("transformer.wte.weight", "transformer.h.1.mlp.fc_in.weight", "lm_head.bias"):
+        assert torch.equal(checkpoint.read_rows(name, 3, 7), weights[name][3:7])
