@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import signal
+import socket
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +24,8 @@ from bluejay.compile.graph import trace
 from bluejay.compile.host import HostCall
 from bluejay.compile.inductor import Chain
 from bluejay.config import CompileSpec, Layout, RunConfig
-from bluejay.errors import ConfigError
-from bluejay.parallel import Rank, rows_at_once
+from bluejay.errors import BluejayError, ConfigError
+from bluejay.parallel import Rank, mesh, rows_at_once
 from bluejay.parallel.ranks import Ranks
 
 
@@ -176,6 +179,37 @@ def test_a_launcher_that_sets_no_number_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK='first'"):
         environment.rank_of_launcher()
+
+
+def test_the_store_outlives_what_is_read_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a slower rank that hears of a lost connection where it was asked something else."""
+
+    class Slow(mesh.PrefixStore):
+        def get(self, key: str) -> bytes:
+            time.sleep(0.3 if threading.current_thread().name == "1" else 0)
+            return super().get(key)
+
+    monkeypatch.setattr(mesh, "PrefixStore", Slow)
+    said: dict[int, str] = {}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        host, port = listener.getsockname()
+        held = listener.detach()
+
+        def join(index: int) -> None:
+            rank = Rank(index, 2, host, port, listener=held if index == 0 else None)
+            try:
+                mesh.join(rank, asked=f"something of {index}", timeout_seconds=10)
+            except BluejayError as error:
+                said[index] = error.found
+
+        ranks = [threading.Thread(target=join, args=(i,), name=str(i)) for i in (1, 0)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
+    assert said == dict.fromkeys(range(2), "rank 1 was asked something else than rank 0")
 
 
 def test_a_layout_without_ranks_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ T = TypeVar("T")
 # For one rank to read or write what is everybody's while the others wait: 72 GB of a checkpoint take ten minutes.
 # A rank that dies is noticed at once, by its connection.
 WORKING_SECONDS = 1800.0
+_LAST_WORDS = timedelta(seconds=30)  # for the other ranks to read an answer that is there already
 AXES = ("replica", "stage", "tensor")  # neighbors in rank share layers: the axis that moves most bytes is innermost
 
 
@@ -104,6 +106,11 @@ def join(rank: Rank, asked: str = "", device_type: str = "cpu", timeout_seconds:
     except dist.DistError as error:
         raise _nobody(rank, timeout_seconds, error) from None
     if different := [i for i, digest in enumerate(theirs) if digest != theirs[0]]:
+        # The store ends with the rank that keeps it: not before every rank has read why.
+        with contextlib.suppress(dist.DistError):
+            store.set(f"read/{rank.index}", "")
+            if keeps:
+                store.wait([f"read/{i}" for i in range(rank.count)], _LAST_WORDS)
         raise ConfigError(
             asked=f"one job on {rank.count} ranks",
             found=f"rank {different[0]} was asked something else than rank 0",
