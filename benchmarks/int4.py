@@ -355,9 +355,9 @@ extern "C" void peak(long repeats) {
 
 
 def build_peak(folder: Path) -> ctypes.CDLL | None:
-    """The loop whose rate is the ceiling of dot products; None where the processor has no such instruction."""
+    """The loop whose rate is the ceiling of dot products; None where the kernel computes by other instructions."""
     compiler = cxx_compiler()
-    if compiler is None or "avx512_vnni" not in cpu().features:
+    if compiler is None or "avx512_vnni" not in cpu().features or "amx" in kernels.available_paths():
         return None
     (folder / "peak.cpp").write_text(PEAK)
     flags = ["-O2", "-mavx512f", "-mavx512vnni", "-shared", "-fPIC"]

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from bluejay import kernels
 from bluejay.errors import MachineError
+from bluejay.kernels import native
+from bluejay.machine import cpu, cxx_compiler
 
-PATHS = ("portable", "avx2", "avx512", "torch", "reference")
+PATHS = ("portable", "avx2", "avx512", "amx", "torch", "reference")
 GROUPS = (16, 32, 64, 128, 256, -1)
 # Outputs and inputs: below one block, odd, off the padding, several blocks, a last group that is short, several parts
 # of x that are packed apart.
@@ -95,12 +97,12 @@ def pack(outputs: int, inputs: int, group_size: int, *, padding: int = 0, seed: 
 
 def bound(packed: Packed, x: Tensor, exact: Tensor, path: str) -> Tensor:
     """How far a path may be from the exact product: half a unit of x's dtype for the result, fp32 sums, and where
-    avx512 computes with bf16 x in integers, the rounding of x to 12 bits of its group's largest."""
+    bf16 x is multiplied in integers, the rounding of x to 12 bits of its group's largest."""
     wide = x.double()
     terms = wide.abs() @ (packed.scale * packed.code + packed.offset.abs()).T
     inputs = x.shape[1]
     allowed = torch.finfo(x.dtype).eps / 2 * 1.01 * exact.abs() + (inputs + 8) * 2.0**-24 * terms + 1e-7
-    if path == "avx512" and x.dtype == torch.bfloat16:
+    if path in ("avx512", "amx") and x.dtype == torch.bfloat16:
         length = min(inputs if packed.group_size == -1 else packed.group_size, 256)
         for begin in range(0, inputs, length):
             part = slice(begin, min(begin + length, inputs))
@@ -142,6 +144,26 @@ def test_rounding_x_to_twelve_bits_is_lost_in_the_rounding_of_the_result() -> No
         rounding = (exact.bfloat16().double() - exact).square().mean().sqrt()
         error = (y.double() - exact).square().mean().sqrt()
         assert error < 1.2 * rounding
+
+
+def test_tiles_give_the_bits_of_vectors(tmp_path: Path) -> None:
+    """Catches tiles of another shape than the data in them, rows or chunks that fill none, the end of a weight read past
+    and a product that the processor would refuse. On a processor without tiles the same instructions are done in C++."""
+    if not {"avx512f", "avx512_vnni"} <= set(cpu().features):
+        pytest.skip("this processor has no vectors to compare tiles with")
+    compiler = cxx_compiler()
+    assert compiler is not None
+    flags = native._ARCHITECTURE["x86_64"]
+    objects = []
+    for name in ("int4_amx.cpp", "int4_avx512_vnni.cpp"):
+        objects.append(str(tmp_path / f"{name}.o"))
+        source = str(native.SOURCES / name)
+        subprocess.run([compiler.path, *native._FLAGS, *flags[name], "-c", source, "-o", objects[-1]], check=True)
+    driver, program = str(Path(__file__).with_name("tiles.cpp")), str(tmp_path / "tiles")
+    subprocess.run([compiler.path, *native._FLAGS, f"-I{native.SOURCES}", driver, *objects, "-o", program], check=True)
+    run = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "products are the same bits" in run.stdout
 
 
 def test_the_order_of_codes_in_a_word(path: str) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NATIVE_PATHS = ("portable", "avx2", "avx512")
+NATIVE_PATHS = ("portable", "avx2", "avx512", "amx")
 PLAIN_PATHS = ("torch", "reference")
 
 # Codes of this many outputs x inputs are unpacked at a time by the path "torch": 16 MiB of fp32.

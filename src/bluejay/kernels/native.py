@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,26 +25,22 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "int4.so"
 LABEL = "four-bit kernels"
 
+_TILES = ("-mamx-tile", "-mamx-int8")  # a compiler that knows no such flag builds everything else
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
+
 # One file per instruction set: only the file whose path was chosen by the processor's features is ever entered.
 _ARCHITECTURE = {
     "x86_64": {
         "int4_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-        "int4_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
-        "int4_avx512_vnni.cpp": (
-            "-mavx512f",
-            "-mavx512bw",
-            "-mavx512vl",
-            "-mavx512dq",
-            "-mavx512vnni",
-            "-mfma",
-            "-mf16c",
-        ),
+        "int4_avx512.cpp": _AVX512,
+        "int4_avx512_vnni.cpp": (*_AVX512, "-mavx512vnni"),
+        "int4_amx.cpp": (*_AVX512, "-mavx512vnni", *_TILES),
     }
 }
 _COMMON = {"int4.cpp": (), "int4_portable.cpp": ()}
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden")
 # What bluejay_int4_features() answers, bit by bit.
-_FEATURES = {"avx2": 1, "avx512": 2}
+_FEATURES = {"avx2": 1, "avx512": 2, "amx": 8}
 
 _loaded: ctypes.CDLL | None = None
 _reason = "it was not asked for: bluejay.kernels.ensure builds and loads it"
@@ -154,8 +151,18 @@ def _build(cxx: str, folder: Path) -> None:
     """Compile all files at once, link them, and leave only the library in `folder`."""
     package = Path(torch.__file__).parent
     objects = [folder / f"{name}.o" for name in _sources()]
+    unknown = () if _knows(cxx, _TILES) else _TILES
     commands = [
-        [cxx, *_FLAGS, *flags, f"-I{package / 'include'}", "-c", str(SOURCES / name), "-o", str(target)]
+        [
+            cxx,
+            *_FLAGS,
+            *(flag for flag in flags if flag not in unknown),
+            f"-I{package / 'include'}",
+            "-c",
+            str(SOURCES / name),
+            "-o",
+            str(target),
+        ]
         for (name, flags), target in zip(_sources().items(), objects, strict=True)
     ]
     _run(commands)
@@ -163,6 +170,11 @@ def _build(cxx: str, folder: Path) -> None:
     _run([[cxx, "-shared", "-o", str(folder / LIBRARY), *map(str, objects), *libraries]])
     for file in objects:
         file.unlink()
+
+
+def _knows(cxx: str, flags: Sequence[str]) -> bool:
+    command = [cxx, *flags, "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _run(commands: list[list[str]]) -> None:

@@ -16,6 +16,12 @@
 
 #include "int4_paths.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -26,10 +32,24 @@ constexpr int64_t kLongestSegment = 256;
 constexpr int64_t kPartInputs = 1024;   // of x that are packed at a time
 constexpr int64_t kAheadBytes = 16384;  // of codes that a thread asks for with each part that it packs
 constexpr int kLooks = 2000;            // at what others pack, before this thread lets another one have its core
+constexpr int64_t kFewForTiles = 4;     // rows up to which vectors of 16 outputs need no more time than a tile's overhead
 constexpr int64_t kFewRows = 2;         // up to which a thread reads one stream of codes rather than share loads of x
 
 // Bit by bit what the paths need; Python asks for it.
-enum Feature : unsigned { kAvx2 = 1, kAvx512 = 2, kVnni = 4 };
+enum Feature : unsigned { kAvx2 = 1, kAvx512 = 2, kVnni = 4, kAmx = 8 };
+
+// Whether the processor multiplies tiles, and the system, asked for this process, keeps their registers for it.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kTiles = 1u << 24, kInt8 = 1u << 25;  // leaf 7, edx
+  constexpr int kRequest = 0x1023, kTileData = 18;         // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  if (!int4_amx || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (kTiles | kInt8)) return false;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 unsigned features() {
 #if defined(__x86_64__)
@@ -40,6 +60,7 @@ unsigned features() {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
       bits |= kAvx512;
     if ((bits & kAvx512) && __builtin_cpu_supports("avx512vnni")) bits |= kVnni;
+    if ((bits & kVnni) && has_tiles()) bits |= kAmx;
     return bits;
   }();
   return found;
@@ -48,12 +69,13 @@ unsigned features() {
 #endif
 }
 
-const Path& choose(const std::string& name, Type type) {
+const Path& choose(const std::string& name, Type type, int64_t num_rows) {
   if (name == "portable") return int4_portable;
 #if defined(__x86_64__)
-  const bool any = name == "auto";
-  if ((features() & kAvx512) && (any || name == "avx512")) {
-    return type == Type::bfloat16 && (features() & kVnni) ? int4_avx512_vnni : int4_avx512;
+  const bool any = name == "auto", tiles = (features() & kAmx) && (any || name == "amx");
+  if (tiles || ((features() & kAvx512) && (any || name == "avx512"))) {
+    if (type != Type::bfloat16 || !(features() & kVnni)) return int4_avx512;
+    return tiles && num_rows > kFewForTiles ? *int4_amx : int4_avx512_vnni;  // they give the same bits
   }
   if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
   if (any) return int4_portable;
@@ -109,13 +131,13 @@ void pause() {
 void multiply(const Path& path, const Weights& w, const void* x, int64_t num_rows, int64_t width, Result result) {
   thread_local std::vector<uint32_t> kept_x;
   thread_local std::vector<Segment> kept_segments;
-  const int64_t words = w.chunks * path.words_per_chunk;
+  const int64_t words = words_of(path, w);
   const int64_t y_size = result.type == Type::float32 ? 4 : 2;
   const int64_t part_segments = std::max<int64_t>(1, kPartInputs / (w.segment_chunks * 8));
   const int64_t parts = (w.segments + part_segments - 1) / part_segments;
   for (int64_t done = 0; done < num_rows; done += kRowsAtOnce) {
     const int64_t count = std::min(num_rows - done, kRowsAtOnce);
-    uint32_t* packed = room(kept_x, count * words);
+    uint32_t* packed = room(kept_x, (count + kRowsBehind) * words);
     Segment* segments = room(kept_segments, count * w.segments);
     const Rows rows{count, (count + path.tile_rows - 1) / path.tile_rows, words, packed, segments};
     const auto pack = [&](int64_t tile, int64_t part) {
@@ -209,7 +231,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, c
                   static_cast<const uint16_t*>(scales.data_ptr()),
                   static_cast<const uint16_t*>(biases.data_ptr()),
                   codes.size(0), codes.size(1), groups, (codes.size(1) * 8 + segment - 1) / segment, segment / 8};
-  multiply(choose(path, type), w, rows.data_ptr(), num_rows, width,
+  multiply(choose(path, type, num_rows), w, rows.data_ptr(), num_rows, width,
            {y.data_ptr(), added ? added->data_ptr() : nullptr, type, out_features});
   return y;
 }

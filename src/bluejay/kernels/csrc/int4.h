@@ -24,7 +24,7 @@ struct Segment {
 
 // Some rows of x, repacked for a path. Rows are cut into tiles of nearly equal size.
 struct Rows {
-  int64_t count, tiles, words;  // `words` of packed x per row
+  int64_t count, tiles, words;  // `words` of packed x per row, see words_of
   const uint32_t* x;            // by tile, then as the path wants it
   const Segment* segments;      // by tile, [segments, rows of the tile]
 };
@@ -54,9 +54,15 @@ struct Path {
               float* totals);
 };
 
+// Of packed x: a row is padded to what a path multiplies at once, and a path may read so many rows behind the last one,
+// whatever is there.
+inline int64_t words_of(const Path& path, const Weights& w) { return (w.chunks + 7) * path.words_per_chunk; }
+constexpr int64_t kRowsBehind = 1;
+
 inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * tile / rows.tiles; }
 
 extern const Path int4_portable;
 #if defined(__x86_64__)
 extern const Path int4_avx2, int4_avx512, int4_avx512_vnni;
+extern const Path* const int4_amx;  // null where the compiler knows no tiles
 #endif

@@ -127,11 +127,11 @@ struct Kernels {
   }
 };
 
-// Outputs of blocks [first, last), `step` of at most kStep at a time; `next` is where the thread goes on afterwards.
-template <int kStep, int kRows>
-void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
-              int64_t step, float* totals) {
-  static constexpr Kernels<kStep, kRows> kernels;
+// Outputs of blocks [first, last), `step` at a time; `next` is where the thread goes on afterwards. `compute` is called
+// as kernel<blocks, rows of the tile> would be, with these two before its arguments.
+template <class Compute>
+void run_blocks(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
+                int64_t step, float* totals, const Compute& compute) {
   const int64_t pass = larger(1, kCacheBytes / (64 * step * w.segment_chunks));
   for (int64_t block = first; block < last; block += step) {
     const int64_t count = smaller(step, last - block);
@@ -142,8 +142,8 @@ void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t 
         const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
         const Ahead ahead = to < w.segments ? Ahead{block, to, tile, rows.tiles}
                                             : Ahead{block + step < last ? block + step : next, 0, tile, rows.tiles};
-        kernels.of[count - 1][size - 1](w, block, from, to, rows.x + begin * rows.words,
-                                        rows.segments + begin * w.segments, totals + begin * count * kOutputs, ahead);
+        compute(count, size, w, block, from, to, rows.x + begin * rows.words, rows.segments + begin * w.segments,
+                totals + begin * count * kOutputs, ahead);
       }
     }
     for (int64_t tile = 0; tile < rows.tiles; ++tile) {
@@ -153,6 +153,16 @@ void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t 
           finish(result, totals + (begin * count + b * size + m) * kOutputs, begin + m, (block + b) * kOutputs);
     }
   }
+}
+
+// The same by kernel<B, M>, for at most kStep blocks and kRows rows of a tile.
+template <int kStep, int kRows>
+void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
+              int64_t step, float* totals) {
+  static constexpr Kernels<kStep, kRows> kernels;
+  run_blocks(w, rows, result, first, last, next, step, totals, [](int64_t blocks, int64_t size, const auto&... rest) {
+    kernels.of[blocks - 1][size - 1](rest...);
+  });
 }
 
 inline int64_t group_of(const Weights& w, int64_t block, int64_t segment) {
