@@ -147,8 +147,8 @@ def test_rounding_x_to_twelve_bits_is_lost_in_the_rounding_of_the_result() -> No
 
 
 def test_tiles_give_the_bits_of_vectors(tmp_path: Path) -> None:
-    """Catches tiles of another shape than the data in them, rows or chunks that fill none, the end of a weight read past
-    and a product that the processor would refuse. On a processor without tiles the same instructions are done in C++."""
+    """Catches tiles of another shape than their data, rows or chunks that fill none, the end of a weight read past and
+    a product that the processor would refuse. On a processor without tiles the same instructions are done in C++."""
     if not {"avx512f", "avx512_vnni"} <= set(cpu().features):
         pytest.skip("this processor has no vectors to compare tiles with")
     compiler = cxx_compiler()
