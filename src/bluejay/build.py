@@ -18,10 +18,11 @@ from bluejay.compile import Executable, Job, Store, compile, compile_all
 from bluejay.config import CompileSpec, Layout, ModelConfig, QuantSpec, RunConfig, Workload
 from bluejay.errors import CheckpointError, ConfigError, MachineError
 from bluejay.events import Event, Observer, ignore
+from bluejay.kernels import check_path
 from bluejay.kernels import ensure as ensure_kernels
 from bluejay.machine import available_memory_bytes, default_cache_folder, give_back_freed_memory
 from bluejay.models import GPTJ
-from bluejay.quant import QuantizedLinear, QuantizedSource, fake_quantize_model, quantize_model
+from bluejay.quant import QuantizedLinear, QuantizedSource, choose_kernel, fake_quantize_model, quantize_model
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,7 +164,7 @@ def build(
         CheckpointError, TokenizerError: the model's directory is incomplete, damaged or not GPT-J.
         ConfigError: `context` exceeds the model's window, `quantize` does not fit the model, or the mesh is not that of
             the layout.
-        MachineError: no such device here.
+        MachineError: no such device here, or not the kernel that the run asks for.
     """
     _check_mesh(run.layout if plan is None else plan.layout, mesh)
     device = pick_device(run.device)
@@ -209,6 +210,10 @@ def build(
     programs = Programs(run, observe, meeting)
     if packing and device.type == "cpu":  # without a compiler a warning says so, and torch multiplies
         ensure_kernels(programs.store, observe, cxx=run.compile.cxx)
+    if packing:
+        choose_kernel(model, run.compile.kernel)
+        if weights:
+            check_path(run.compile.kernel, device)
     where = checkpoint.directory
     return Built(
         run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, where, meeting, pieces

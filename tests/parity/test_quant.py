@@ -20,9 +20,10 @@ from bluejay.build import build, save
 from bluejay.checkpoint import open_checkpoint, save_checkpoint
 from bluejay.compile import Store, compile
 from bluejay.config import CompileSpec, ModelConfig, QuantSpec, RunConfig
-from bluejay.errors import BluejayError, CheckpointError, ConfigError
+from bluejay.errors import BluejayError, CheckpointError, ConfigError, MachineError
+from bluejay.kernels import native
 from bluejay.models import GPTJ, resize_vocab
-from bluejay.quant import InputMoments, QuantizedLinear, gptq, quantize_checkpoint, quantize_model
+from bluejay.quant import InputMoments, QuantizedLinear, choose_kernel, gptq, quantize_checkpoint, quantize_model
 
 SPEC = QuantSpec(group_size=16)
 # fp32: the kernel adds the products of a group before it scales them, the dequantized model scales first. Logits of the
@@ -58,9 +59,7 @@ def packed_tensors(model: nn.Module) -> dict[str, Tensor]:
 def test_logits_are_those_of_the_dequantized_model(tiny_model: GPTJ, spec: QuantSpec, path: str) -> None:
     """A layer with another's codes, a lost bias, a group that takes its neighbor's scale; for one row and for many."""
     quantize_model(tiny_model, spec)
-    for module in tiny_model.modules():
-        if isinstance(module, QuantizedLinear):
-            module.path = path
+    choose_kernel(tiny_model, path)
     plain = dequantized(tiny_model)
     for shape in ((1, 1), (3, 9)):
         ids = torch.randint(0, 57, shape, generator=torch.Generator().manual_seed(3))
@@ -88,6 +87,25 @@ def test_compiled_is_eager(tiny_model: GPTJ, program_folder: str) -> None:
     (got,) = compile(step, (ids,), CompileSpec(), Store(Path(program_folder))).bind(step)(ids)
     assert float((got - logits_of(tiny_model, ids)).abs().max()) < BOUND
     assert float((got - logits_of(dequantized(tiny_model), ids)).abs().max()) < BOUND
+
+
+def test_a_run_chooses_the_kernel(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a setting that changes nothing, and a kernel that this machine lacks found out in the middle of a run."""
+    chosen = []
+    real = torch.ops.bluejay.int4_linear
+
+    def note(*arguments: Any) -> Tensor:
+        chosen.append(arguments[-1])
+        result: Tensor = real(*arguments)
+        return result
+
+    monkeypatch.setattr(torch.ops.bluejay, "int4_linear", note)
+    engine = bluejay.load(str(tiny_checkpoint), quantize="int4-g16", kernel="portable", backend="eager")
+    engine.generate([[1, 2]], max_new_tokens=1)
+    assert set(chosen) == {"portable"}
+    monkeypatch.setattr(native, "available_paths", lambda: ("portable", "torch", "reference"))
+    with pytest.raises(MachineError, match="'avx2'"):
+        bluejay.load(str(tiny_checkpoint), quantize="int4-g16", kernel="avx2", backend="eager")
 
 
 # ---- three ways to the same model ----------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_model_config_has_a_spelling_with_every_field(tiny_config: ModelConfig) 
     [
         {"backend": "tvm"},
         {"blocks": "some"},
+        {"kernel": "sse2"},
         {"threads": -1},
         {"threads": 1.0},
         {"threads": True},

@@ -81,6 +81,7 @@ def test_every_field_of_the_environment_counts(model: GPTJ, name: str) -> None:
 OTHER_SPEC: dict[str, Any] = {
     "backend": "eager",
     "blocks": "shared",
+    "kernel": "portable",
     "threads": 3,
     "cxx": "clang++",
 }

@@ -13,6 +13,7 @@ import torch
 
 from bluejay import kernels
 from bluejay.compile import Store
+from bluejay.config.compile import KERNELS
 from bluejay.kernels import native
 from bluejay.machine import cxx_compiler
 
@@ -117,7 +118,8 @@ def test_a_compiler_that_knows_no_tiles_builds_the_rest(
 def test_without_a_compiler_torch_computes(tmp_path: Path) -> None:
     """Catches a missing compiler that ends the run, is said at every layer or never; and a forced native path that is
     silently another."""
-    plain, forced = start(tmp_path, "no-such-compiler"), start(tmp_path, "no-such-compiler", "force")
+    plain = start(tmp_path / "plain", "no-such-compiler")
+    forced = start(tmp_path / "forced", "no-such-compiler", "force")
     answer = answer_of(plain)
     ((name, text),) = answer["events"]
     assert name == "warning"
@@ -144,6 +146,11 @@ def test_every_source_is_compiled() -> None:
     """Catches a file of an instruction set that no build compiles."""
     compiled = {name for files in native._ARCHITECTURE.values() for name in files} | set(native._COMMON)
     assert {file.name for file in native.SOURCES.glob("*.cpp")} == compiled
+
+
+def test_a_run_can_name_every_path() -> None:
+    """Catches a path that no setting reaches, and a setting that means none."""
+    assert set(KERNELS) == {"auto", *native.NATIVE_PATHS, *native.PLAIN_PATHS}
 
 
 def test_plain_paths_are_always_there() -> None:

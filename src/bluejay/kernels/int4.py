@@ -60,10 +60,9 @@ def int4_linear(
     """
     # While a program is traced nothing is computed: whether this machine has the path is asked where it runs.
     if path in NATIVE_PATHS and not torch.compiler.is_compiling():
-        from bluejay.kernels.native import available_paths, refuse
+        from bluejay.kernels.native import check_path
 
-        if path not in available_paths() or x.device.type != "cpu":
-            raise refuse(path, x.device)
+        check_path(path, x.device)
     result: Tensor = torch.ops.bluejay.int4_linear(x, codes, scales, biases, bias, out_features, group_size, path)
     return result
 

@@ -60,6 +60,15 @@ def unavailable_reason() -> str:
     return "" if _loaded is not None else _reason
 
 
+def check_path(path: str, device: torch.device) -> None:
+    """
+    Raises:
+        MachineError: who forces this path on this device does not get it.
+    """
+    if path not in ("auto", *PLAIN_PATHS) and (path not in available_paths() or device.type != "cpu"):
+        raise refuse(path, device)
+
+
 def refuse(path: str, device: torch.device) -> MachineError:
     """The error of who forces a path that is not there."""
     if path not in NATIVE_PATHS:

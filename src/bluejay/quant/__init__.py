@@ -2,7 +2,7 @@
 
 from bluejay.quant.convert import QuantizedSource, quantize_checkpoint, summarize
 from bluejay.quant.gptq import InputMoments, gptq
-from bluejay.quant.linear import QuantizedLinear, TensorRecord, quantize_model
+from bluejay.quant.linear import QuantizedLinear, TensorRecord, choose_kernel, quantize_model
 from bluejay.quant.packing import PackedWeight, dequantize, pack, quantize, unpack
 from bluejay.quant.training import FakeQuantizedLinear, fake_quantize_model
 
@@ -13,6 +13,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedSource",
     "TensorRecord",
+    "choose_kernel",
     "dequantize",
     "fake_quantize_model",
     "gptq",
