@@ -68,6 +68,7 @@ class Contestant:
     head: list[Product]
     settings: dict[str, Any] = field(default_factory=dict)
     ceiling: str = ""  # of what computes it
+    cost: float = 2  # in units of the ceiling, for one weight and one row
     skip: tuple[int, ...] = ()  # numbers of rows that take it minutes
     taken: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
 
@@ -80,8 +81,9 @@ def of_matrices(layers: int, make: Callable[[int, int], Product], **fields: Any)
     return Contestant([[make(*shape) for shape in LAYER] for _ in range(layers)], [make(*HEAD)], **fields)
 
 
-def ours(layers: int) -> Contestant:
-    """Our own, in pages as large as those that loading a packed model puts its weights into."""
+def ours(layers: int) -> dict[str, Contestant]:
+    """Our own, in pages as large as those that loading a packed model puts its weights into; and where the processor
+    has the path, with x in 8 bits."""
     num_weights = sum(outputs * inputs for outputs, inputs in (*LAYER * layers, HEAD))
     large = has_large_pages()
     room = LargePages(num_weights // 2 + num_weights // GROUP * 4, 3 * (len(LAYER) * layers + 1)) if large else None
@@ -91,18 +93,26 @@ def ours(layers: int) -> Contestant:
 
     content = torch.randint(-(2**31), 2**31 - 1, (HEAD[0] * HEAD[1] // 8,), dtype=torch.int32)
 
-    def make(outputs: int, inputs: int) -> Product:
+    def make(outputs: int, inputs: int) -> Callable[[str], Product]:
         blocks, groups = outputs // 16, inputs // GROUP
         codes = take(content[: outputs * inputs // 8]).view(blocks, inputs // 8, 16)
         scales = take(torch.full((blocks, groups, 16), 0.01).half())
         biases = take(torch.full((blocks, groups, 16), -0.075).half())
-        return Product(
-            lambda x: kernels.int4_linear(x[inputs], codes, scales, biases, None, outputs, GROUP),
+        return lambda path: Product(
+            lambda x: kernels.int4_linear(x[inputs], codes, scales, biases, None, outputs, GROUP, path),
             codes.nbytes + scales.nbytes + biases.nbytes,
             outputs * inputs,
         )
 
-    return of_matrices(layers, make, ceiling="dot_products_per_second", settings={"large_pages": large})
+    made, head = [[make(*shape) for shape in LAYER] for _ in range(layers)], make(*HEAD)
+
+    def by(path: str, cost: float) -> Contestant:
+        products = [[of(path) for of in layer] for layer in made]
+        return Contestant(products, [head(path)], {"large_pages": large}, "dot_products_per_second", cost)
+
+    # x of 12 bits takes three dot products for two of its values, x of 8 bits two.
+    found = {"bluejay int4": by("auto", 1.5)}
+    return found | ({"bluejay int4 x8": by("x8", 1)} if "x8" in kernels.available_paths() else {})
 
 
 def torch_int4(layers: int) -> Contestant:
@@ -393,9 +403,7 @@ def roofline(contestant: Contestant, rows: int, ceilings: dict[str, float]) -> d
     times = {"reading": sum(p.num_bytes for p in products) / ceilings["read_bytes_per_second"]}
     weights = sum(p.num_weights for p in products) * rows
     if contestant.ceiling in ceilings:
-        # x of 12 bits takes three dot products for two of its values; a FLOP is half a multiply-add.
-        cost = 1.5 if contestant.ceiling == "dot_products_per_second" else 2
-        times["computing"] = weights * cost / ceilings[contestant.ceiling]
+        times["computing"] = weights * contestant.cost / ceilings[contestant.ceiling]
     return times
 
 
@@ -416,7 +424,7 @@ def main() -> None:
     args = parser.parse_args()
     kernels.ensure(args.cache, force=True)
     contestants = {
-        "bluejay int4": ours(args.layers),
+        **ours(args.layers),
         "torch int4": torch_int4(args.peer_layers),
         "torch bf16": torch_bf16(args.peer_layers),
     }

@@ -1,6 +1,6 @@
 // The products of tiles against those of vectors, which must be the same bits. On a processor without tiles each of
 // their instructions stops the program, is read as the processor's manual has it (Intel SDM, volume 2: LDTILECFG,
-// TILELOADD, TILESTORED, TILEZERO, TDPBSUD, TILERELEASE) and done in C++; what the processor would refuse ends the test.
+// TILELOADD, TILESTORED, TILEZERO, TDPBSUD, TILERELEASE) and done in C++. What it would refuse ends the test.
 #include <cpuid.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "int4.h"
@@ -104,7 +105,7 @@ void multiply(int sum, int x, int codes) {
 void stand_in(int, siginfo_t*, void* context) {
   greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
   Instruction it{reinterpret_cast<const uint8_t*>(registers[REG_RIP]), registers};
-  require(it.at[0] == 0xc4 && (it.at[1] & 31) == 2 && !(it.at[2] >> 7) && !(it.at[2] >> 2 & 1), "an unknown instruction");
+  require(it.at[0] == 0xc4 && (it.at[1] & 31) == 2 && !(it.at[2] & 0x84), "an unknown instruction");
   const bool is_configured = tiles.shapes[0] != 0;
   if (it.opcode() == 0x49 && it.prefix() == 0 && !it.is_register()) {
     const char* from = it.address();
@@ -154,14 +155,16 @@ struct Fenced {
 };
 
 // y of some rows by a path, as the operation calls it.
-std::vector<float> times(const Path& path, const Weights& w, const std::vector<float>& x, int64_t count, int64_t outputs) {
+std::vector<float> times(const Path& path, const Weights& w, const std::vector<float>& x, int64_t count,
+                         int64_t outputs) {
   const int64_t words = words_of(path, w), width = w.chunks * 8;
   Fenced<uint32_t> packed((count + kRowsBehind) * words);
   for (auto& word : packed) word = 0x7b7b7b7b;
   std::vector<Segment> segments(count * w.segments);
   const Rows rows{count, (count + path.tile_rows - 1) / path.tile_rows, words, packed.data, segments.data()};
   for (int64_t tile = 0; tile < rows.tiles; ++tile) {
-    const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin, middle = (w.segments + 1) / 2;
+    const int64_t begin = tile_begin(rows, tile), size = tile_begin(rows, tile + 1) - begin;
+    const int64_t middle = (w.segments + 1) / 2;
     const auto pack = [&](int64_t first, int64_t last) {  // in two parts, as threads do
       const int64_t from = first * w.segment_chunks * 8;
       const int64_t to = last * w.segment_chunks * 8 < width ? last * w.segment_chunks * 8 : width;
@@ -209,12 +212,17 @@ int main() {
         for (auto& half : biases) half = uint16_t(0xa000 + any(0x1000));
         for (auto& value : x) value = float(int32_t(any(65536)) - 32768) / 4096 * (any(50) ? 1 : 30);
         const Weights w{codes.data, scales.data, biases.data, blocks, chunks, groups, groups, length};
-        const auto expected = times(int4_avx512_vnni, w, x, count, outputs), y = times(*int4_amx, w, x, count, outputs);
-        if (memcmp(expected.data(), y.data(), y.size() * sizeof(float))) {
-          printf("%d rows, %d chunks in segments of %d: other bits\n", int(count), int(chunks), int(length));
-          return 1;
+        const std::pair<const Path*, const Path*> pairs[] = {{&int4_avx512_vnni, int4_amx},
+                                                             {&int4_avx512_vnni_x8, int4_amx_x8}};
+        for (const auto& [vectors, by_tiles] : pairs) {
+          const auto expected = times(*vectors, w, x, count, outputs), y = times(*by_tiles, w, x, count, outputs);
+          if (memcmp(expected.data(), y.data(), y.size() * sizeof(float))) {
+            printf("%s, %d rows, %d chunks in segments of %d: other bits\n", vectors->name, int(count), int(chunks),
+                   int(length));
+            return 1;
+          }
+          ++compared;
         }
-        ++compared;
       }
   if (!real && !tiles.done) return fprintf(stderr, "no tile was multiplied\n"), 5;
   printf("%d products are the same bits, by %s\n", compared, real ? "this processor's tiles" : "tiles in C++");

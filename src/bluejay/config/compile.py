@@ -10,7 +10,7 @@ from bluejay.config.checks import refusal
 
 COMPILE_BACKENDS = ("inductor", "eager")
 BLOCK_MODES = ("auto", "inline", "shared")
-KERNELS = ("auto", "amx", "avx512", "avx2", "portable", "torch", "reference")
+KERNELS = ("auto", "amx", "avx512", "avx2", "portable", "x8", "torch", "reference")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CompileSpec:
 
     backend: Literal["inductor", "eager"] = "inductor"
     blocks: Literal["auto", "inline", "shared"] = "auto"
-    kernel: Literal["auto", "amx", "avx512", "avx2", "portable", "torch", "reference"] = "auto"
+    kernel: Literal["auto", "amx", "avx512", "avx2", "portable", "x8", "torch", "reference"] = "auto"
     threads: int = 0
     cxx: str = ""
 

@@ -40,14 +40,14 @@ _ARCHITECTURE = {
 _COMMON = {"int4.cpp": (), "int4_portable.cpp": ()}
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden")
 # What bluejay_int4_features() answers, bit by bit.
-_FEATURES = {"avx2": 1, "avx512": 2, "amx": 8}
+_FEATURES = {"avx2": 1, "avx512": 2, "x8": 4, "amx": 8}
 
 _loaded: ctypes.CDLL | None = None
 _reason = "it was not asked for: bluejay.kernels.ensure builds and loads it"
 
 
 def available_paths() -> tuple[str, ...]:
-    """The paths of `int4_linear` that work now, best first."""
+    """The paths of `int4_linear` that work now, in the order in which "auto" would take them."""
     if _loaded is None:
         return PLAIN_PATHS
     features = _loaded.bluejay_int4_features()

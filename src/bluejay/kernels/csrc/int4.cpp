@@ -32,7 +32,7 @@ constexpr int64_t kLongestSegment = 256;
 constexpr int64_t kPartInputs = 1024;   // of x that are packed at a time
 constexpr int64_t kAheadBytes = 16384;  // of codes that a thread asks for with each part that it packs
 constexpr int kLooks = 2000;            // at what others pack, before this thread lets another one have its core
-constexpr int64_t kFewForTiles = 4;     // rows up to which vectors of 16 outputs need no more time than a tile's overhead
+constexpr int64_t kFewForTiles = 4;     // rows up to which vectors need no more time than preparing a tile
 constexpr int64_t kFewRows = 2;         // up to which a thread reads one stream of codes rather than share loads of x
 
 // Bit by bit what the paths need; Python asks for it.
@@ -72,10 +72,13 @@ unsigned features() {
 const Path& choose(const std::string& name, Type type, int64_t num_rows) {
   if (name == "portable") return int4_portable;
 #if defined(__x86_64__)
-  const bool any = name == "auto", tiles = (features() & kAmx) && (any || name == "amx");
-  if (tiles || ((features() & kAvx512) && (any || name == "avx512"))) {
+  const bool any = name == "auto", of_8_bits = name == "x8" && (features() & kVnni);
+  const bool tiles = (features() & kAmx) && (any || name == "amx" || of_8_bits);
+  if (tiles || of_8_bits || ((features() & kAvx512) && (any || name == "avx512"))) {
     if (type != Type::bfloat16 || !(features() & kVnni)) return int4_avx512;
-    return tiles && num_rows > kFewForTiles ? *int4_amx : int4_avx512_vnni;  // they give the same bits
+    const bool by_tiles = tiles && num_rows > kFewForTiles;  // the same bits
+    if (of_8_bits) return by_tiles ? *int4_amx_x8 : int4_avx512_vnni_x8;
+    return by_tiles ? *int4_amx : int4_avx512_vnni;
   }
   if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
   if (any) return int4_portable;

@@ -63,6 +63,6 @@ inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * 
 
 extern const Path int4_portable;
 #if defined(__x86_64__)
-extern const Path int4_avx2, int4_avx512, int4_avx512_vnni;
-extern const Path* const int4_amx;  // null where the compiler knows no tiles
+extern const Path int4_avx2, int4_avx512, int4_avx512_vnni, int4_avx512_vnni_x8;
+extern const Path *const int4_amx, *const int4_amx_x8;  // null where the compiler knows no tiles
 #endif

@@ -106,29 +106,28 @@ struct Ahead {
   int64_t part, parts;
 };
 
-// Segments [first, last) of B blocks from `block` on, for a tile of M rows: added to totals[B][M][16]. Each path defines
-// it; loops over B and M are unrolled, so that sums stay in registers.
-template <int B, int M>
-void kernel(const Weights&, int64_t block, int64_t first, int64_t last, const uint32_t* x, const Segment* segments,
-            float* totals, const Ahead& ahead);
+// Segments [first, last) of B blocks from `block` on, for a tile of M rows: added to totals[B][M][16]. Each path has a
+// class with such a function for every B and M; loops over them are unrolled, so that sums stay in registers.
+using Kernel = void(const Weights&, int64_t block, int64_t first, int64_t last, const uint32_t* x,
+                    const Segment* segments, float* totals, const Ahead& ahead);
 
-// kernel<B, M> for every B and M that a path uses.
-template <int kStep, int kRows>
+// Products::kernel<B, M> for every B and M that a path uses.
+template <class Products, int kStep, int kRows>
 struct Kernels {
-  decltype(&kernel<1, 1>) of[kStep][kRows] = {};
+  Kernel* of[kStep][kRows] = {};
 
   constexpr Kernels() { fill<1, 1>(); }
 
   template <int B, int M>
   constexpr void fill() {
-    of[B - 1][M - 1] = kernel<B, M>;
+    of[B - 1][M - 1] = Products::template kernel<B, M>;
     if constexpr (M < kRows) fill<B, M + 1>();
     else if constexpr (B < kStep) fill<B + 1, 1>();
   }
 };
 
 // Outputs of blocks [first, last), `step` at a time; `next` is where the thread goes on afterwards. `compute` is called
-// as kernel<blocks, rows of the tile> would be, with these two before its arguments.
+// as a Kernel, with the number of blocks and of the tile's rows before its arguments.
 template <class Compute>
 void run_blocks(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
                 int64_t step, float* totals, const Compute& compute) {
@@ -155,11 +154,11 @@ void run_blocks(const Weights& w, const Rows& rows, const Result& result, int64_
   }
 }
 
-// The same by kernel<B, M>, for at most kStep blocks and kRows rows of a tile.
-template <int kStep, int kRows>
+// The same by kernels of at most kStep blocks and kRows rows of a tile.
+template <class Products, int kStep, int kRows>
 void run_path(const Weights& w, const Rows& rows, const Result& result, int64_t first, int64_t last, int64_t next,
               int64_t step, float* totals) {
-  static constexpr Kernels<kStep, kRows> kernels;
+  static constexpr Kernels<Products, kStep, kRows> kernels;
   run_blocks(w, rows, result, first, last, next, step, totals, [](int64_t blocks, int64_t size, const auto&... rest) {
     kernels.of[blocks - 1][size - 1](rest...);
   });
