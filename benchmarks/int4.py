@@ -1,13 +1,16 @@
 """Four-bit matrix products at 6B width against the machine's ceilings and other libraries.
 
     python benchmarks/int4.py                 # 28 layers: needs 9 GB of free memory
-    python benchmarks/int4.py --layers 4      # in a minute
+    python benchmarks/int4.py --layers 4      # needs 5 GB
 
-In every round the ceilings are measured and the contestants take turns, so that a busy moment meets all of them. There
-are as many matrices as in the model, so that no cache holds them. Libraries that are not installed are named; of
-llama.cpp the library of its products, ggml, is enough (`pip install ggml-python`, or llama-cpp-python).
+In every round the ceilings are measured and the contestants take turns, so that a busy moment meets all of them. Each
+waits until the threads of the one before it, which look for more work for a while, have gone to sleep, and then
+multiplies a layer for a moment until cores that have rested are awake. There are as many matrices as in the model, so
+that no cache holds them. Libraries that are not installed are named; of llama.cpp the library of its products, ggml, is
+enough (`pip install ggml-python`, or llama-cpp-python).
 
-Ceilings: bytes/s that this machine reads, in small or in large pages, whichever is faster; FLOP/s of its bf16 matrix
+Ceilings: bytes/s that this machine reads, in small or in large pages, whichever is faster, measured again just before
+each measurement, because on a shared host it changes by half from minute to minute; FLOP/s of its bf16 matrix
 products, by `measure_gemm`; integer dot products/s, where it has that instruction, by a loop of nothing else in all
 threads. The roofline of a product is the longer of reading its weights and of computing it at the ceiling of what
 computes it.
@@ -38,6 +41,8 @@ from bluejay import kernels
 from bluejay.checkpoint import LargePages, has_large_pages
 from bluejay.machine import cpu, cxx_compiler, default_cache_folder, measure_gemm, measure_read_bandwidth
 
+REST_SECONDS = 0.3  # OpenMP of Intel and LLVM keeps threads awake for 0.2
+WAKE_SECONDS = 0.1
 GROUP = 64
 LAYER = ((4096, 4096),) * 4 + ((16384, 4096), (4096, 16384))
 HEAD = (50400, 4096)
@@ -71,6 +76,7 @@ class Contestant:
     cost: float = 2  # in units of the ceiling, for one weight and one row
     skip: tuple[int, ...] = ()  # numbers of rows that take it minutes
     taken: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
+    reads: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})  # just before, bytes/s
 
     def counted(self, rows: int) -> list[Product]:
         """What one measurement multiplies: all, or with many rows one layer."""
@@ -445,10 +451,7 @@ def main() -> None:
         buffer = LargePages(2**28, 1).take(shape, torch.int64) if has_large_pages() else torch.empty(shape).long()
         buffer.fill_(1)
         for i in range(args.rounds + 1):  # the first warms up
-            measured = {
-                "read_bytes_per_second": measure_read(buffer),
-                "gemm_bfloat16_flops": measure_gemm(torch.bfloat16),
-            }
+            measured = {"gemm_bfloat16_flops": measure_gemm(torch.bfloat16)}
             if peak:
                 measured["dot_products_per_second"] = measure_dot_products(peak)
             for name, value in measured.items():
@@ -458,11 +461,20 @@ def main() -> None:
                     if rows in contestant.skip:
                         continue
                     products = contestant.counted(rows)
+                    time.sleep(REST_SECONDS)
+                    read = measure_read(buffer)
+                    awake = time.perf_counter() + WAKE_SECONDS
+                    while time.perf_counter() < awake:
+                        for product in contestant.layers[0]:
+                            product.multiply(inputs[rows])
                     started = time.perf_counter()
                     for product in products:
                         product.multiply(inputs[rows])
+                    seconds = time.perf_counter() - started
                     if i:
-                        contestant.taken[rows].append(time.perf_counter() - started)
+                        contestant.taken[rows].append(seconds)
+                        contestant.reads[rows].append(read)
+                        rounds["read_bytes_per_second"].append(read)
     ceilings = {name: statistics.median(values) for name, values in rounds.items()}
     print(", ".join(f"{name} {value:.4g}" for name, value in ceilings.items()), f"{torch.get_num_threads()} threads")
     print(
@@ -479,12 +491,15 @@ def main() -> None:
             seconds = statistics.median(contestant.taken[rows])
             if rows == 1:
                 per_byte = seconds / num_bytes
-            times = roofline(contestant, rows, ceilings)
+            read = statistics.median(contestant.reads[rows])
+            times = roofline(contestant, rows, {**ceilings, "read_bytes_per_second": read})
+            pairs = zip(contestant.taken[rows], contestant.reads[rows], strict=True)
             row = {
                 "seconds": seconds,
                 "over_one_row": seconds / num_bytes / per_byte,
                 "bytes_per_second": num_bytes / seconds,
-                "share_of_read": num_bytes / seconds / ceilings["read_bytes_per_second"],
+                "read_bytes_per_second": read,
+                "share_of_read": statistics.median(num_bytes / taken / before for taken, before in pairs),
                 "flops": flop / seconds,
                 "roofline_seconds": times,
                 "share_of_roofline": max(times.values()) / seconds,

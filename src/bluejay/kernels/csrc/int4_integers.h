@@ -100,7 +100,7 @@ struct Prefetch {
   void operator()(int64_t c) {
     if (turn-- != 0) return;
     turn = parts - 1;
-    for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_T0);
+    for (int b = 0; b < B; ++b) _mm_prefetch(next + b * length + c * 64, _MM_HINT_NTA);
   }
 };
 
