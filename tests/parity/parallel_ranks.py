@@ -5,6 +5,8 @@ See world.py.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -408,6 +410,14 @@ def three_chunks_check() -> None:
         add_gradients(step, ids, targets, torch.ones(()), 8)
 
 
+def woken_check() -> None:
+    """Threads that look after connections, and would keep the only core of a rank for a whole turn each time."""
+    build_mesh(Layout(tensor=2))
+    tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo_tcp" in (task / "comm").read_text()]
+    policies = {os.sched_getscheduler(int(task.name)) for task in tasks}
+    assert policies == {os.SCHED_BATCH}, f"policies of {len(tasks)} threads: {policies}"
+
+
 def everything() -> Checks:
     """Every check by name, in the order in which all ranks do them."""
     every: Checks = [(c.name, partial(train_check, c)) for c in checks()]
@@ -423,6 +433,8 @@ def everything() -> Checks:
     every.append(("another prompt on one rank", other_prompt_check))
     every.append(("bias of 100", large_bias_check))
     every.append(("8 rows in 3 micro-batches", three_chunks_check))
+    if sys.platform == "linux":
+        every.append(("threads that were woken run", woken_check))
     return every
 
 

@@ -17,6 +17,30 @@ IGNORED = -100  # a target that is nobody's to predict
 Group = dist.ProcessGroup | None
 
 
+def _are_two(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether two CPU ranks simply exchange what they have: half the time of gloo's collectives, and the same bytes."""
+    return x.device.type == "cpu" and dist.get_world_size(group) == 2
+
+
+def _of_other(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The other rank's `x`, of a group of two that both call this."""
+    other = 1 - dist.get_rank(group)
+    mine, theirs = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sending = dist.isend(mine, group=group, group_dst=other)
+    dist.recv(theirs, group=group, group_src=other)
+    assert sending is not None
+    sending.wait()
+    return theirs
+
+
+def _add_up(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Put the sum over all ranks into `x`, with the same bits on each."""
+    if _are_two(x, group):
+        x += _of_other(x, group)
+    else:
+        dist.all_reduce(x, group=group)
+
+
 class _CopyIn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -26,7 +50,7 @@ class _CopyIn(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
+        _add_up(grad, ctx.group)
         return grad, None
 
 
@@ -34,7 +58,7 @@ class _SumOut(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
+        _add_up(x, group)
         return x
 
     @staticmethod
@@ -46,6 +70,9 @@ class _GatherLast(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.width, ctx.index = x.shape[-1], dist.get_rank(group)
+        if _are_two(x, group):
+            theirs = _of_other(x, group)
+            return torch.cat((theirs, x) if ctx.index else (x, theirs), dim=-1)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim=-1)

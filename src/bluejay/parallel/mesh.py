@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -47,7 +50,22 @@ def build_mesh(layout: Layout, device_type: str = "cpu") -> DeviceMesh:
         for axis in AXES:
             if (group := group_of(mesh, axis)) is not None:  # torch's own limits differ by backend and by axis
                 _set_pg_timeout(timedelta(seconds=WORKING_SECONDS), group)
+    _let_woken_threads_run()
     return mesh
+
+
+def _let_woken_threads_run() -> None:
+    """Have the threads that watch gloo's connections give way to those that they wake.
+
+    Such a thread goes on looking as long as something moves. Where a rank has one core, Linux lets whoever waits for
+    the tensor wait on until the turn of the looking thread ends: a sum over two ranks then takes 1.4 ms instead of 0.13.
+    A batch thread has the same share of the core, but its turn ends when another thread wakes.
+    """
+    if sys.platform == "linux":
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # ended, or not ours to change
+                if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+                    os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def group_of(mesh: DeviceMesh, axis: str) -> Group:
