@@ -57,8 +57,8 @@ def build_mesh(layout: Layout, device_type: str = "cpu") -> DeviceMesh:
 def _let_woken_threads_run() -> None:
     """Have the threads that watch gloo's connections give way to those that they wake.
 
-    Such a thread goes on looking as long as something moves. Where a rank has one core, Linux lets whoever waits for
-    the tensor wait on until the turn of the looking thread ends: a sum over two ranks then takes 1.4 ms instead of 0.13.
+    Such a thread goes on looking as long as something moves. Where a rank has one core, Linux lets whoever waits
+    for the tensor wait on until its turn ends: a sum over two ranks then takes 1.4 ms instead of 0.13.
     A batch thread has the same share of the core, but its turn ends when another thread wakes.
     """
     if sys.platform == "linux":
