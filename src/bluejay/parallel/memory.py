@@ -239,7 +239,7 @@ class Held:
         table = min(self._tokens, CHUNK_TOKENS) * self.cut_vocab
         several = self._tokens > CHUNK_TOKENS
         alone = 2 * (4 + low) if several else 5 + 2.5 * low
-        return cast + max((8 + self.item) * matrix + (4 + low) * table, 4 * matrix + alone * table)
+        return cast + max((4 + self.item) * matrix + (4 + low) * table, 4 * matrix + alone * table)
 
     def _embedding_workspace(self) -> float:
         if not self.has_embedding:

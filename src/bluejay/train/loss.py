@@ -46,9 +46,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_hidden:
                 d_hidden.append(d_logits @ weight)
             if d_weight is not None:
-                d_weight = d_weight + d_logits.t() @ x
+                d_weight += d_logits.t() @ x
             if d_bias is not None:
-                d_bias = d_bias + d_logits.float().sum(0)
+                d_bias += d_logits.float().sum(0)
         ctx.save_for_backward(
             torch.cat(d_hidden) if d_hidden else None,
             None if d_weight is None else d_weight.to(weight.dtype),
