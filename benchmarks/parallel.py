@@ -4,6 +4,7 @@
     python benchmarks/parallel.py prepare    # compiles what is measured next, into the store of programs
     python benchmarks/parallel.py decode
     python benchmarks/parallel.py training
+    python benchmarks/parallel.py meeting    # a sum over two ranks, with and without what decision 0052 changed
 
 Waiting is measured with stages that sleep instead of computing, through the same schedules and sends, so that it does
 not depend on how many cores there are. Bytes are those handed to torch's collectives. Costs are the bundled model's,
@@ -35,10 +36,13 @@ from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, R
 from bluejay.generate import Engine
 from bluejay.models import GPTJ
 from bluejay.parallel import PlannedStep, Rank, apply, build_mesh, join, leave, place_of, plan
+from bluejay.parallel.collectives import sum_out
 from bluejay.train import Batch
 
 SLEEP_SECONDS = 0.04
 ROUNDS = 5
+MEETINGS = 300
+MET_BYTES = (4096, 65536, 1 << 20)
 PASSES = [
     ("gpipe", 2, 4, 1),
     ("1f1b", 2, 4, 1),
@@ -222,12 +226,42 @@ def generated(name: str, layout: Layout, rows: int, backend: str, prepare: bool)
     }
 
 
+def met(policy: str, num_bytes: int) -> dict[str, Any]:
+    """Seconds of a sum over two ranks with a core each, by gloo and by exchange, with gloo's threads under a policy."""
+    mesh = build_mesh(Layout(tensor=2))
+    group, index = mesh.get_group("tensor"), dist.get_rank()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index % len(os.sched_getaffinity(0))]})
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+            os.sched_setscheduler(int(task.name), getattr(os, policy), os.sched_param(0))
+    x = torch.zeros(num_bytes // 4)
+    row: dict[str, Any] = {"policy": policy, "bytes": num_bytes}
+    for name, add in {
+        "all-reduce": lambda: dist.all_reduce(x, group=group),
+        "exchange": lambda: sum_out(x, group),
+    }.items():
+        seconds = []
+        for _ in range(MEETINGS + 20):
+            started = time.perf_counter()
+            add()
+            seconds.append(time.perf_counter() - started)
+        of = sorted(seconds[20:])
+        row[name] = {
+            "mean": statistics.mean(of),
+            "median": of[len(of) // 2],
+            "of ten the slowest": of[len(of) * 9 // 10],
+        }
+    return row
+
+
 def as_rank(index: int, count: int, port: int, file: Path, part: str) -> None:
     """What each rank does; every rank's figures are gathered and the first one's file has them."""
     join(Rank(index, count, "127.0.0.1", port), timeout_seconds=120)
-    figures: dict[str, list[Any]] = {"waiting": [], "training": [], "decode": []}
+    figures: dict[str, list[Any]] = {"waiting": [], "training": [], "decode": [], "meeting": []}
     if part == "waiting":
         figures["waiting"] = [waiting(*arguments) for arguments in PASSES]
+    elif part == "meeting":
+        figures["meeting"] = [met(policy, size) for size in MET_BYTES for policy in ("SCHED_OTHER", "SCHED_BATCH")]
     elif part == "training":
         figures["training"] = [trained(name, layout) for name, layout in TRAINED.items()]
     else:
@@ -298,7 +332,20 @@ def decode_over_ranks() -> None:
     write_record("parallel_decode", {"ceilings": measured, "load_before": load, "decode": decode})
 
 
+def meeting_of_two() -> None:
+    """Measure and record what a sum over two ranks takes."""
+    rows = in_world(2, "meeting")[0]["meeting"]
+    for row in rows:
+        told = "; ".join(
+            f"{name} {row[name]['mean'] * 1e3:.2f} ms, median {row[name]['median'] * 1e3:.2f}"
+            for name in ("all-reduce", "exchange")
+        )
+        print(f"{row['bytes']:8} bytes, gloo's threads {row['policy']}: {told}")
+    write_record("parallel_meeting", {"load_before": os.getloadavg()[0], "meeting": rows})
+
+
 PARTS = {
+    "meeting": meeting_of_two,
     "waiting": waiting_of_stages,
     "training": training_over_ranks,
     "prepare": lambda: print(in_world(2, "prepare")),

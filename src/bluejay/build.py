@@ -58,9 +58,15 @@ class Programs:
         store: where programs are kept; its `compilations` counts those made here.
     """
 
-    def __init__(self, run: RunConfig, observe: Observer = ignore, meeting: Meeting | None = None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        observe: Observer = ignore,
+        meeting: Meeting | None = None,
+        store: Store | None = None,
+    ) -> None:
         self._meeting = meeting
-        self.store = Store(Path(run.cache) if run.cache else default_cache_folder())
+        self.store = store_of(run) if store is None else store
         self._run = run
         self._observe = observe
         self._has_warned = False
@@ -116,6 +122,11 @@ class Programs:
     def label(self, label: str) -> str:
         """What a program is for, with the part of the model that this rank holds."""
         return label if self._meeting is None else f"{label}, {self._meeting.part}"
+
+
+def store_of(run: RunConfig) -> Store:
+    """The store of a run's programs."""
+    return Store(Path(run.cache) if run.cache else default_cache_folder())
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,11 @@ def build(
         quantize_model(model, replace(packing, layers=tuple(layers)))
         give_back_freed_memory()  # a model is packed because memory is short; prompts become a twentieth slower
     dtype = getattr(torch, run.dtype) if run.dtype else checkpoint.dtype
+    store = store_of(run)
+    if packing and device.type == "cpu":  # without a compiler a warning says so, and torch multiplies
+        ensure_kernels(store, observe, cxx=run.compile.cxx)
+    _check_kernel(run.compile.kernel, is_packed(model), dtype, device if weights else None)
+    choose_kernel(model, run.compile.kernel)
     made = plan if plan is not None or mesh is None else _plan(run, config, dtype, packing, context)
     if weights:  # what is taken apart stays mapped until then, so that each rank holds its own part only
         read = dtype if mesh is None else checkpoint.dtype
@@ -207,17 +223,32 @@ def build(
     for warning in warnings:
         observe(Event("warning", {"text": warning}))
     model = (model.to(device) if weights else model.to(dtype)).eval().requires_grad_(False)
-    programs = Programs(run, observe, meeting)
-    if packing and device.type == "cpu":  # without a compiler a warning says so, and torch multiplies
-        ensure_kernels(programs.store, observe, cxx=run.compile.cxx)
-    if packing:
-        choose_kernel(model, run.compile.kernel)
-        if weights:
-            check_path(run.compile.kernel, device)
-    where = checkpoint.directory
+    where, programs = checkpoint.directory, Programs(run, observe, meeting, store)
     return Built(
         run, model, tokenizer, programs, device, dtype, context, tuple(warnings), weights, where, meeting, pieces
     )
+
+
+def _check_kernel(kernel: str, is_packed: bool, dtype: torch.dtype, device: torch.device | None) -> None:
+    """
+    Args:
+        device: where the products will be computed; None where only programs are made.
+
+    Raises:
+        ConfigError: a kernel that nothing would use.  MachineError: one that is not here.
+    """
+    if kernel == "auto":
+        return
+    name = str(dtype).removeprefix("torch.")
+    if not is_packed or (kernel == "x8" and dtype != torch.bfloat16):
+        raise ConfigError(
+            asked=f"four-bit products by the path {kernel}",
+            found=f"weights and inputs in {name}" if is_packed else "a model whose weights are not packed to four bits",
+            rule="x8 rounds inputs that are bfloat16" if is_packed else "only packed weights are multiplied by a path",
+            fix="add --dtype bfloat16" if is_packed else "add --quantize int4-g64, or leave the kernel at auto",
+        )
+    if device is not None:
+        check_path(kernel, device)
 
 
 def _check_mesh(layout: Layout, mesh: DeviceMesh | None) -> None:

@@ -104,8 +104,19 @@ def test_a_run_chooses_the_kernel(tiny_checkpoint: Path, monkeypatch: pytest.Mon
     engine.generate([[1, 2]], max_new_tokens=1)
     assert set(chosen) == {"portable"}
     monkeypatch.setattr(native, "available_paths", lambda: ("portable", "torch", "reference"))
+    monkeypatch.setattr("bluejay.build.load_weights", lambda *arguments, **options: pytest.fail("weights were read"))
     with pytest.raises(MachineError, match="'avx2'"):
         bluejay.load(str(tiny_checkpoint), quantize="int4-g16", kernel="avx2", backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"kernel": "torch"}, "not packed"), ({"kernel": "x8", "quantize": "int4-g16", "dtype": "float32"}, "bfloat16")],
+)
+def test_a_kernel_that_nothing_would_use_is_refused(tiny_checkpoint: Path, settings: dict[str, str], word: str) -> None:
+    """Catches 8 bits that somebody measures to be free, because nothing was rounded to them."""
+    with pytest.raises(ConfigError, match=word):
+        bluejay.load(str(tiny_checkpoint), backend="eager", **settings)
 
 
 # ---- three ways to the same model ----------------------------------------------------------------------------------

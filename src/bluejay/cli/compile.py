@@ -27,7 +27,7 @@ def compile(
     context: Annotated[int, typer.Option(help="Tokens a row may hold; 0: the model's window.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
-    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, or a path of docs/kernels.md.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, an instruction set, or x8 (coarser).")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     devices: Annotated[int, typer.Option(min=1, help="Ranks that will hold the model together.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; other devices share layers.")] = 1,

@@ -123,7 +123,7 @@ def evaluate(
     split: Annotated[str, typer.Option(help="mnli: which split of a hub id, such as validation_matched.")] = "",
     stride: Annotated[int, typer.Option(help="perplexity: tokens from a window to the next; 0: half of one.")] = 0,
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
-    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, or a path of docs/kernels.md.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, an instruction set, or x8 (coarser).")] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",

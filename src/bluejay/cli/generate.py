@@ -49,7 +49,7 @@ def generate(
     over_window: Annotated[str, typer.Option(help="Prompt + answer over the window: refuse, or cut.")] = "refuse",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's.")] = "",
     quantize: Annotated[str, typer.Option(help="Pack weights while loading: int4-g64, int4-row, int4-g32-mse.")] = "",
-    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, or a path of docs/kernels.md.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Four-bit products: auto, an instruction set, or x8 (coarser).")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     devices: Annotated[int, typer.Option(min=1, help="Ranks that hold the model together; started here.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Stages of a pipeline; other devices share layers.")] = 1,

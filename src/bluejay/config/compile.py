@@ -22,7 +22,8 @@ class CompileSpec:
         blocks: `inline` puts all layers into one program; `shared` compiles one layer and calls it for each (builds in
             a time that does not grow with the number of layers, costs microseconds per layer and call); `auto` takes
             `shared` where a call runs nine layers or more (an unrolled loop runs them once per token).
-        kernel: the path of four-bit products (docs/kernels.md); `auto` takes the fastest of the machine that runs them.
+        kernel: the path of four-bit products (docs/kernels.md); `auto` takes the machine's best, and never `x8`, which
+            rounds inputs to 8 bits.
         threads: CPU threads a program is made for; 0 takes torch's number at that moment.
         cxx: the C++ compiler's command; "" takes the first one found.
     """

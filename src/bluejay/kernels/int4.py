@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NATIVE_PATHS = ("x8", "portable", "avx2", "avx512", "amx")
+NATIVE_PATHS = ("amx", "avx512", "avx2", "portable", "x8")
 PLAIN_PATHS = ("torch", "reference")
 
 # Codes of this many outputs x inputs are unpacked at a time by the path "torch": 16 MiB of fp32.
@@ -50,8 +50,8 @@ def int4_linear(
     """x @ W.T + bias in x's dtype (bfloat16, float32 or float16), accumulated in fp32.
 
     Args:
-        path: "auto" is the fastest that this machine has and that keeps to the precision of x's dtype; else one of
-            `available_paths`. "x8" is faster and rounds bf16 x to 8 bits.
+        path: "auto", or one of `available_paths`. "x8" rounds bf16 x to 8 bits, for less time with 8 rows and more; for
+            other x it is "avx512".
 
     Shapes:
         x: [..., K]   codes: [Np/16, Kp/8, 16]   scales, biases: [Np/16, groups, 16]   bias: [N]   returns: [..., N]

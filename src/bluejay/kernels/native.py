@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +46,11 @@ _reason = "it was not asked for: bluejay.kernels.ensure builds and loads it"
 
 
 def available_paths() -> tuple[str, ...]:
-    """The paths of `int4_linear` that work now, in the order in which "auto" would take them."""
+    """The paths of `int4_linear` that work now: those that "auto" chooses from, best first, then the others."""
     if _loaded is None:
         return PLAIN_PATHS
     features = _loaded.bluejay_int4_features()
-    native = [path for path in reversed(NATIVE_PATHS) if path not in _FEATURES or features & _FEATURES[path]]
+    native = [path for path in NATIVE_PATHS if path not in _FEATURES or features & _FEATURES[path]]
     return (*native, *PLAIN_PATHS)
 
 
@@ -61,9 +60,10 @@ def unavailable_reason() -> str:
 
 
 def check_path(path: str, device: torch.device) -> None:
-    """
+    """See to it that a path is there for tensors on a device.
+
     Raises:
-        MachineError: who forces this path on this device does not get it.
+        MachineError: it is not.
     """
     if path not in ("auto", *PLAIN_PATHS) and (path not in available_paths() or device.type != "cpu"):
         raise refuse(path, device)
@@ -78,7 +78,8 @@ def refuse(path: str, device: torch.device) -> MachineError:
     elif _loaded is None:
         found, fix = f"no native kernels: {_reason}", "leave the path at auto, which then computes with torch"
     else:
-        found, fix = "a processor without these instructions", f"one of auto, {', '.join(available_paths())}"
+        found = "a processor, or a system, that does not offer these instructions"
+        fix = f"one of auto, {', '.join(available_paths())}"
     return MachineError(asked=f"int4_linear by the path {path!r}", found=found, fix=fix)
 
 
@@ -160,7 +161,7 @@ def _build(cxx: str, folder: Path) -> None:
     """Compile all files at once, link them, and leave only the library in `folder`."""
     package = Path(torch.__file__).parent
     objects = [folder / f"{name}.o" for name in _sources()]
-    unknown = () if _knows(cxx, _TILES) else _TILES
+    unknown = () if _knows_tiles(cxx, folder / "probe.o") else _TILES
     commands = [
         [
             cxx,
@@ -181,9 +182,12 @@ def _build(cxx: str, folder: Path) -> None:
         file.unlink()
 
 
-def _knows(cxx: str, flags: Sequence[str]) -> bool:
-    command = [cxx, *flags, "-E", "-x", "c++", os.devnull]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+def _knows_tiles(cxx: str, target: Path) -> bool:
+    """Whether compiler and assembler know AMX."""
+    command = [cxx, *_TILES, "-x", "c++", "-c", "-", "-o", str(target)]
+    run = subprocess.run(command, input=b'void f() { asm("tilerelease"); }', capture_output=True, check=False)
+    target.unlink(missing_ok=True)
+    return run.returncode == 0
 
 
 def _run(commands: list[list[str]]) -> None:

@@ -32,7 +32,7 @@ constexpr int64_t kLongestSegment = 256;
 constexpr int64_t kPartInputs = 1024;   // of x that are packed at a time
 constexpr int64_t kAheadBytes = 16384;  // of codes that a thread asks for with each part that it packs
 constexpr int kLooks = 2000;            // at what others pack, before this thread lets another one have its core
-constexpr int64_t kFewForTiles = 4;     // rows up to which vectors need no more time than preparing a tile
+constexpr int64_t kFewForTiles = 4;     // rows up to which vectors should need no more time than preparing a tile
 constexpr int64_t kFewRows = 2;         // up to which a thread reads one stream of codes rather than share loads of x
 
 // Bit by bit what the paths need; Python asks for it.
@@ -72,19 +72,17 @@ unsigned features() {
 const Path& choose(const std::string& name, Type type, int64_t num_rows) {
   if (name == "portable") return int4_portable;
 #if defined(__x86_64__)
-  const bool any = name == "auto", of_8_bits = name == "x8" && (features() & kVnni);
-  const bool tiles = (features() & kAmx) && (any || name == "amx" || of_8_bits);
-  if (tiles || of_8_bits || ((features() & kAvx512) && (any || name == "avx512"))) {
-    if (type != Type::bfloat16 || !(features() & kVnni)) return int4_avx512;
-    const bool by_tiles = tiles && num_rows > kFewForTiles;  // the same bits
-    if (of_8_bits) return by_tiles ? *int4_amx_x8 : int4_avx512_vnni_x8;
-    return by_tiles ? *int4_amx : int4_avx512_vnni;
-  }
-  if ((features() & kAvx2) && (any || name == "avx2")) return int4_avx2;
-  if (any) return int4_portable;
-#else
-  if (name == "auto") return int4_portable;
+  const unsigned found = features();
+  // Integer products, for what has no more digits than they keep. Tiles and vectors give the same bits.
+  const bool integers = type == Type::bfloat16 && (found & kVnni);
+  const bool tiles = integers && (found & kAmx) && num_rows > kFewForTiles;
+  if (name == "x8" && integers) return tiles ? *int4_amx_x8 : int4_avx512_vnni_x8;
+  if ((name == "auto" || name == "amx") && tiles) return *int4_amx;
+  const bool is_there = name == "amx" ? found & kAmx : name == "x8" ? found & kVnni : found & kAvx512;
+  if (is_there && name != "avx2") return integers ? int4_avx512_vnni : int4_avx512;
+  if ((found & kAvx2) && (name == "auto" || name == "avx2")) return int4_avx2;
 #endif
+  if (name == "auto") return int4_portable;
   STD_TORCH_CHECK(false, "int4_linear: this processor has no path ", name);
 }
 
@@ -220,7 +218,8 @@ Tensor int4_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, c
                     "int4_linear: scales or biases do not fit ", groups, " groups");
   STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous() && biases.is_contiguous(),
                   "int4_linear: a packed weight must be contiguous");
-  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->numel() == out_features && bias->scalar_type() == x.scalar_type()),
+  STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->numel() == out_features &&
+                            bias->scalar_type() == x.scalar_type()),
                   "int4_linear: bias must have ", out_features, " elements of the type of x");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = out_features;

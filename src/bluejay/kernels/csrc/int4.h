@@ -56,10 +56,10 @@ struct Path {
 
 // Of packed x: a row is padded to what a path multiplies at once, and a path may read so many rows behind the last one,
 // whatever is there.
-inline int64_t words_of(const Path& path, const Weights& w) { return (w.chunks + 7) * path.words_per_chunk; }
+static inline int64_t words_of(const Path& path, const Weights& w) { return (w.chunks + 7) * path.words_per_chunk; }
 constexpr int64_t kRowsBehind = 1;
 
-inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * tile / rows.tiles; }
+static inline int64_t tile_begin(const Rows& rows, int64_t tile) { return rows.count * tile / rows.tiles; }
 
 extern const Path int4_portable;
 #if defined(__x86_64__)

@@ -101,7 +101,7 @@ void multiply_half(const char* x, int64_t stride, int64_t piece) {
 template <bool kFine>
 void multiply_tile(int64_t height, int64_t piece, int64_t size, const Weights& w, int64_t block, int64_t first,
                    int64_t last, const uint32_t* x, const Segment* segments, float* totals, const Ahead& ahead) {
-  alignas(64) char digits[2 * kLargestPiece][64] = {}, rest[kLargestPiece][64] = {};
+  alignas(64) char digits[2 * kLargestPiece][64], rest[kLargestPiece][64];
   alignas(64) int32_t coarse[2 * kTileRows][kOutputs], fine[2 * kTileRows][kOutputs];
   const __m512i low = _mm512_set1_epi8(15);
   const int64_t length = w.chunks * 64, x_stride = 4 * kParts<kFine> * piece;
@@ -136,10 +136,10 @@ void multiply_tile(int64_t height, int64_t piece, int64_t size, const Weights& w
       if (has_two) multiply_half<kFine, kCoarse1, kFine1>(here + height * x_stride, x_stride, piece);
     }
     store<kCoarse0>(coarse);
-    store<kCoarse1>(coarse[height]);
-    if constexpr (kFine) {
-      store<kFine0>(fine);
-      store<kFine1>(fine[height]);
+    if constexpr (kFine) store<kFine0>(fine);
+    if (has_two) {
+      store<kCoarse1>(coarse[height]);
+      if constexpr (kFine) store<kFine1>(fine[height]);
     }
     const int64_t group = group_of(w, block, s);
     const __m512 scale = read_halves(w.scales + group), bias = read_halves(w.biases + group);

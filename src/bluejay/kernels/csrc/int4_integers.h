@@ -2,13 +2,14 @@
 // they scale them in one order, so that they give the same bits. x has 12 bits (kFine), or 8 where that was asked for.
 //
 // 12 bits: within a segment x is a multiple of step = max|x| / 118 / 256, rounded to 16 steps: about an eighth of what
-// bf16 itself rounds a value near max|x| to. A byte of codes holds two, A in its low half and B in its high half, so that the
-// instruction has three operands without further work: A, B, and the byte itself, R = A + 16 B. With bytes q, r, p
+// bf16 itself rounds a value near max|x| to. A byte of codes holds two, A in its low half and B in its high half, so
+// that the instruction has three operands without further work: A, B, and the byte itself, R = A + 16 B. With bytes
+// q, r, p
 //
 //     A q + B r + R p / 256  =  A (q + p / 256) + B (r + p / 16)
 //
-// and p = 16 a + b carries the low halves of both: `a` for the x of A, b for the x of B; what p adds to either beyond its
-// own low half is taken out of q and r. Sums of 256 products fit 32 bits and are exact.
+// and p = 16 a + b carries the low halves of both: `a` for the x of A, b for the x of B; what p adds to either beyond
+// its own low half is taken out of q and r. Sums of 256 products fit 32 bits and are exact.
 //
 // 8 bits: A q + B r alone, with step = max|x| / 127.
 //
