@@ -411,7 +411,7 @@ def three_chunks_check() -> None:
 
 
 def gloo_check() -> None:
-    """The policy of gloo's threads, which torch could give another name. What it is good for is a benchmark's to show."""
+    """The policy of gloo's threads, which torch could give another name; what it is good for a benchmark shows."""
     build_mesh(Layout(tensor=2))
     tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo_tcp" in (task / "comm").read_text()]
     policies = {os.sched_getscheduler(int(task.name)) for task in tasks}
