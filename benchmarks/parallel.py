@@ -35,8 +35,7 @@ from bluejay.build import build
 from bluejay.config import CompileSpec, GenerationConfig, Layout, ModelConfig, RunConfig, Workload, preset
 from bluejay.generate import Engine
 from bluejay.models import GPTJ
-from bluejay.parallel import PlannedStep, Rank, apply, build_mesh, join, leave, place_of, plan
-from bluejay.parallel.collectives import sum_out
+from bluejay.parallel import PlannedStep, Rank, apply, build_mesh, join, leave, place_of, plan, sum_out
 from bluejay.train import Batch
 
 SLEEP_SECONDS = 0.04

@@ -1,7 +1,7 @@
 """Many devices: the planner, and a planned model over ranks of torch.distributed."""
 
 from bluejay.parallel.apply import apply, as_one, take_piece
-from bluejay.parallel.collectives import IGNORED, cross_entropy_sum
+from bluejay.parallel.collectives import IGNORED, cross_entropy_sum, sum_out
 from bluejay.parallel.cut import cut_model, cut_part
 from bluejay.parallel.generate import Meeting
 from bluejay.parallel.memory import Memory, Traffic, packed_bytes
@@ -49,6 +49,7 @@ __all__ = [
     "propose",
     "rows_at_once",
     "share_layers",
+    "sum_out",
     "take_piece",
     "timeline",
     "whole_tensors",
