@@ -391,6 +391,8 @@ def everything() -> Checks:
     every.append(("muon, pipeline 2", partial(curve_check, PIPELINE, 2e-3, **muon)))
     for name in ("pipeline 2", "tensor 2", "data 2 sharded"):
         every.append((f"bf16, {name}", partial(curve_check, LAYOUTS[name], 0.02, precision="bf16")))
+    zero = OTHERS["pipeline 2, zero bubble"]
+    every.append(("bf16, pipeline 2, zero bubble", partial(curve_check, zero, 0.02, precision="bf16")))
     every.append(("resumed, tensor 2 to pipeline 2", partial(resume_check, LAYOUTS["tensor 2"], PIPELINE)))
     sharded = LAYOUTS["data 2 sharded"]
     every.append(("resumed, pipeline 2 to data 2 sharded", partial(resume_check, PIPELINE, sharded, async_save=True)))

@@ -275,8 +275,22 @@ class PlannedStep:
             shape = (rows, width, self.plan.model.n_embd)
             hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
             first = torch.empty(rows, width, dtype=torch.int64, device="meta")
+
+            class Stage(pipelining.PipelineStage):
+                """One whose gradients of weights meet their hooks where a backward pass in two parts makes them.
+
+                That pass writes them without autograd's accumulation, which calls the hooks otherwise.
+                """
+
+                def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
+                    super().backward_weight_one_chunk(*args, **options)
+                    for weight in self.submod.parameters():
+                        if weight.grad is not None:
+                            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                                hook(weight)
+
             stages = [
-                pipelining.PipelineStage(
+                Stage(
                     forward,
                     forward.number,
                     self._num_pieces,

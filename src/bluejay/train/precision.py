@@ -92,9 +92,12 @@ class Weights:
         return iter(self.trained)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The fp32 gradients of the parameters that have one, by name; of what is shared out, this process's part."""
-        found = {one.name: one.gradient for one in self.trained if one.gradient is not None}
-        return {name: own_values(gradient) for name, gradient in found.items()}
+        """The fp32 gradients by name, after a backward pass; of what is shared out, this process's part."""
+        found = {}
+        for one in self.trained:
+            assert one.gradient is not None, f"the backward pass left {one.name} without a gradient"
+            found[one.name] = own_values(one.gradient)
+        return found
 
     def forget_gradients(self) -> None:
         for one in self.trained:
