@@ -58,7 +58,7 @@ def _make_gloo_yield() -> None:
     """Have the threads that watch gloo's connections take no core from the threads that compute and wait.
 
     Such a thread looks again and again while something moves. Where a rank has one core, a collective may take a turn
-    of Linux's scheduler (4 ms) because of it: a sum over two ranks takes 0.13 ms on the average instead of 1.4 (kernel
+    of Linux's scheduler (4 ms) because of it: a sum over two ranks took 0.9 ms on the average instead of 0.3 (kernel
     6.18; benchmarks/parallel.py meeting). A batch thread has the same share of the core, but does not take it from
     another one at the moment it is woken (sched(7)).
     """
