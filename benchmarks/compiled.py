@@ -148,7 +148,7 @@ def run_large(layers: int, rounds: int, new: int, context: int) -> None:
                 engine.generate(PROMPT, asked)
                 after = engine.figures
                 seconds = after.decode_seconds - before.decode_seconds
-                per_token[name].append(seconds / (after.new_tokens - before.new_tokens))
+                per_token[name].append(seconds / (after.decoded_tokens - before.decoded_tokens))
             ours, theirs = per_token["compiled"][-1], per_token["eager"][-1]
             print(f"round {number + 1}: {ours:.3f} s against {theirs:.3f} s", flush=True)
     median = {name: statistics.median(values) for name, values in per_token.items()}

@@ -134,7 +134,7 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
             before = engine.figures
             engine.generate(PROMPT[:16], asked)
             after = engine.figures
-            tokens = after.new_tokens - before.new_tokens
+            tokens = after.decoded_tokens - before.decoded_tokens
             rounds[name].append((after.decode_seconds - before.decode_seconds) / tokens)
     seconds = {name: statistics.median(values) for name, values in rounds.items()}
     read = rates["read_bytes_per_second"]
@@ -167,7 +167,7 @@ def child(folder: str, cache: str, context: str, prompt: str, new: str, dtype: s
         "cache_bytes": costs.kv_bytes_per_token(engine.model.config, 2) * int(context),
         "packed_bytes": sum(b.nbytes for b in engine.model.buffers()),
         "prefill_tokens_per_second": figures.prompt_tokens / figures.prefill_seconds,
-        "decode_seconds_per_token": figures.decode_seconds / max(figures.new_tokens, 1),
+        "decode_seconds_per_token": figures.decode_seconds / max(figures.decoded_tokens, 1),
         "compilations": figures.compilations,
     }
     print(json.dumps(answer))

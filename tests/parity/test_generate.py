@@ -453,4 +453,4 @@ def test_figures_count_real_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine(prefill_buckets=(8,))
     engine.generate(PROMPTS, max_new_tokens=5)
     assert engine.figures.prompt_tokens == sum(map(len, PROMPTS))
-    assert engine.figures.new_tokens == 3 * 4  # the first of each comes from the prefill program
+    assert engine.figures.decoded_tokens == 3 * 4  # the first of each comes from the prefill program

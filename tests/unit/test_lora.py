@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from bluejay.checkpoint import open_checkpoint
 from bluejay.config import LORA_TARGETS, LoraConfig
+from bluejay.errors import CheckpointError
 from bluejay.models import GPTJ
 from bluejay.train import LoraLinear, add_lora, merged_weights, read_adapter, save_adapter
 
@@ -81,6 +83,14 @@ def test_peft_reads_the_adapter(
     assert back.keys() == trained_of(model).keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in trained_of(model).items())
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 3
+    assert len({file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}) == 1  # who may read one reads all
+
+
+def test_an_adapter_is_not_taken_for_a_model(tiny_model: GPTJ, tmp_path: Path) -> None:
+    """Catches advice that leads nowhere: nobody can pass a directory with a config.json here."""
+    save_adapter(tmp_path, trained_of(filled(tiny_model)), CONFIG, "nano")
+    with pytest.raises(CheckpointError, match=r"lora\.merge=true"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_shared_head_is_not_merged_into(tiny_config: Any) -> None:

@@ -32,6 +32,8 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert last is not None
     assert last.state() == {"update": 6}
     assert last.tensors()["m"].tolist() == [6.0, 6.0, 6.0]
+    modes = {(last.folder / name).stat().st_mode for name in ("state.safetensors", "state.json")}
+    assert len(modes) == 1  # whoever may read one may read the other
 
 
 def test_what_a_killed_run_left_is_not_a_checkpoint(tmp_path: Path) -> None:

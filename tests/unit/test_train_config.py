@@ -21,6 +21,13 @@ def test_presets_parse_and_come_back(name: str, tmp_path: Path) -> None:
     assert read_train(file) == config
 
 
+def test_a_misspelled_preset_names_the_near_ones() -> None:
+    """Catches an errno in place of what was meant."""
+    with pytest.raises(ConfigError, match="near ones: nano-lora") as caught:
+        read_train("nano-lra")
+    assert "Errno" not in str(caught.value)
+
+
 def test_a_file_builds_on_a_preset(tmp_path: Path) -> None:
     """Catches a section that replaces the preset's whole section, and settings that do not reach below it."""
     file = tmp_path / "run.yaml"

@@ -37,8 +37,8 @@ def resolve(
     raise CheckpointError(
         asked=f"open the checkpoint {source}",
         found=f"a file; its directory is {path.parent}" if path.exists() else f"no such directory{_near(path)}",
-        rule="a checkpoint is a directory with config.json, weights and tokenizer, or a hub id such as owner/name",
-        fix="pass the directory that holds config.json",
+        rule="a model is nano, a directory with config.json, weights and tokenizer, or a hub id such as owner/name",
+        fix="pass the directory that holds config.json, or correct the name",
     )
 
 

@@ -103,7 +103,9 @@ def open_checkpoint(
             asked=f"open the checkpoint {directory}",
             found=f"no {CONFIG}; the directory holds {contents(directory)}",
             rule="config.json says which model the weights are",
-            fix="pass the directory that holds config.json, weights and tokenizer",
+            fix="train it with lora.merge=true, which writes a whole model, or load it with peft"
+            if (directory / "adapter_config.json").is_file()
+            else "pass the directory that holds config.json, weights and tokenizer",
         )
     raw = read_json(config_file)
     generation_file = directory / GENERATION_CONFIG

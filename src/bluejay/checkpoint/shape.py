@@ -8,7 +8,7 @@ from typing import Any
 from bluejay.checkpoint.files import CONFIG, contents, read_json
 from bluejay.checkpoint.hub import HUB_ID, unavailable
 from bluejay.checkpoint.load import quantization_of
-from bluejay.config import ModelConfig, QuantSpec
+from bluejay.config import ModelConfig, QuantSpec, near, preset_names
 from bluejay.errors import CheckpointError
 
 
@@ -47,8 +47,8 @@ def _read(source: str | Path, offline: bool) -> tuple[dict[str, Any], Path]:
     elif not path.exists():
         raise CheckpointError(
             asked=f"the shape of {source}",
-            found="no preset, file or directory of that name",
-            rule=f"a model is a preset, a {CONFIG}, a directory with one, or a hub id such as owner/name",
+            found=f"no preset, file or directory of that name{near(str(source), preset_names())}",
+            rule=f"a model is a preset ({', '.join(preset_names())}), a {CONFIG}, a directory with one, or a hub id",
             fix="correct the name",
         )
     return read_json(path), path

@@ -81,7 +81,7 @@ def decode_loops(
                 answers[loop] = engine.generate(prompt, config)
                 after = engine.figures
                 spent = after.decode_seconds - before.decode_seconds
-                seconds[loop].append(spent / (after.new_tokens - before.new_tokens))
+                seconds[loop].append(spent / (after.decoded_tokens - before.decoded_tokens))
         text = answers["host"].text
         stop = text[len(text) // 3 :][:4] or None
         table = []
@@ -89,7 +89,7 @@ def decode_loops(
             before = engine.figures
             engine.generate(prompt, config, stop=stop)
             wasted = engine.figures.wasted_tokens - before.wasted_tokens
-            useful = engine.figures.new_tokens - before.new_tokens
+            useful = engine.figures.decoded_tokens - before.decoded_tokens
             table.append(
                 LoopFigures(
                     loop,

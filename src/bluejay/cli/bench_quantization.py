@@ -169,7 +169,7 @@ def _measure(
         before = engine.figures
         engine.generate(prompt, config)
         after = engine.figures
-        seconds.append((after.decode_seconds - before.decode_seconds) / (after.new_tokens - before.new_tokens))
+        seconds.append((after.decode_seconds - before.decode_seconds) / (after.decoded_tokens - before.decoded_tokens))
     packed = [module.packed for module in engine.model.modules() if isinstance(module, QuantizedLinear)]
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in packed)
     bits = 8 * sum(weight.num_bytes for weight in packed) / num_weights if packed else 8.0 * engine.built.dtype.itemsize

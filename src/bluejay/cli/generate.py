@@ -317,8 +317,8 @@ def _figures_line(engine: Engine, results: list[Generation]) -> str:
     if figures.prompt_tokens:
         rate = figures.prompt_tokens / figures.prefill_seconds
         parts.append(f"{figures.prompt_tokens} prompt tokens at {rate:,.0f}/s")
-    if figures.new_tokens:
-        rate = figures.new_tokens / figures.decode_seconds
+    if figures.decoded_tokens:
+        rate = figures.decoded_tokens / figures.decode_seconds
         total = sum(len(c.ids) for result in results for c in result.completions)
         parts.append(f"{total} new tokens, decoded at {rate:,.0f}/s")
     if results[0].first_token_seconds is not None:
@@ -334,6 +334,7 @@ def _about(engine: Engine, results: list[Generation], warnings: list[str], mesh:
     from bluejay.machine import peak_memory_bytes
 
     figures = dataclasses.asdict(engine.figures)
+    figures["new_tokens"] = sum(len(c.ids) for result in results for c in result.completions)
     figures["first_token_seconds"] = results[0].first_token_seconds
     figures["peak_memory_bytes"] = peak_memory_bytes()
     record = {"figures": figures, "warnings": warnings}

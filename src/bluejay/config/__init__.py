@@ -1,7 +1,7 @@
 """Configuration as frozen dataclasses: presets, strict parsing, canonical form."""
 
 from bluejay.config.canonical import canonical, canonical_json, digest
-from bluejay.config.checks import read_mapping
+from bluejay.config.checks import near, read_mapping
 from bluejay.config.compile import CompileSpec
 from bluejay.config.generation import MAX_ANSWERS, MAX_BEAMS, MAX_LOGPROBS, MAX_STOP_IDS, GenerationConfig
 from bluejay.config.model import ACTIVATIONS, DTYPES, IGNORED_HF_KEYS, ModelConfig
@@ -62,6 +62,7 @@ __all__ = [
     "canonical_json",
     "digest",
     "load_target",
+    "near",
     "parse_model",
     "parse_train",
     "preset",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def refusal(what: str, name: str, value: object, rule: str) -> ConfigError:
         rule=f"{name} must be {rule}",
         fix=f"give {name} such a value, or leave it out",
     )
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; near ones: a, b` for a misspelled word, or nothing when no known one is near."""
+    found = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"; near ones: {', '.join(found)}" if found else ""
 
 
 def read_mapping(file: Path, refuse: Callable[[str, str], ConfigError]) -> dict[Any, Any]:

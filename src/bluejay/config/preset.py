@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib import resources
 from typing import Any
 
 import yaml
 
+from bluejay.config.checks import near
 from bluejay.config.model import ModelConfig
 from bluejay.errors import ConfigError
 
@@ -40,7 +40,7 @@ def preset(name: str) -> ModelConfig:
     if name not in preset_names():
         raise ConfigError(
             asked=f"the model preset {name!r}",
-            found=f"no preset of that name{_near(name, preset_names())}",
+            found=f"no preset of that name{near(name, preset_names())}",
             rule=f"the presets are {', '.join(preset_names())}",
             fix="use one of these names",
         )
@@ -58,7 +58,7 @@ def parse_model(raw: Mapping[str, Any], source: str) -> ModelConfig:
         if key not in known:
             raise ConfigError(
                 asked=f"{key}: {value!r} in {source}",
-                found=f"no setting of that name{_near(str(key), known)}",
+                found=f"no setting of that name{near(str(key), known)}",
                 rule="an unknown setting is never ignored",
                 fix=f"correct or remove it; the settings are {', '.join(known)}",
             )
@@ -80,9 +80,3 @@ def parse_model(raw: Mapping[str, Any], source: str) -> ModelConfig:
             fix=f"add {', '.join(missing)}",
         )
     return ModelConfig(**values)
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    """`; near ones: a, b` for a misspelled word, or nothing when no known one is near."""
-    found = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"; near ones: {', '.join(found)}" if found else ""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from bluejay.config.checks import near
 from bluejay.config.parallel import Layout
 from bluejay.config.quant import QuantSpec
 from bluejay.errors import ConfigError
@@ -273,7 +273,7 @@ def _read(file: str) -> TrainConfig:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             asked=f"the training run {file}",
-            found=str(error).splitlines()[0],
+            found=f"{getattr(error, 'strerror', None) or str(error).splitlines()[0]}{near(file, train_preset_names())}",
             rule=f"a YAML file, or one of the presets {', '.join(train_preset_names())}",
             fix="name a readable file or a preset",
         ) from None
@@ -285,7 +285,7 @@ def _read(file: str) -> TrainConfig:
     if base is not None and base not in train_preset_names():
         raise ConfigError(
             asked=f"preset: {base!r} in {file}",
-            found=f"no training preset of that name{_near(str(base), train_preset_names())}",
+            found=f"no training preset of that name{near(str(base), train_preset_names())}",
             rule=f"the presets are {', '.join(train_preset_names())}",
             fix="use one of these names",
         )
@@ -303,7 +303,7 @@ def _merge(base: Any, raw: Any, source: str, prefix: str) -> Any:
         if key not in hints:
             raise ConfigError(
                 asked=f"{name}: {value!r} in {source}",
-                found=f"no setting of that name{_near(str(key), hints)}",
+                found=f"no setting of that name{near(str(key), hints)}",
                 rule="an unknown setting is never ignored",
                 fix=f"correct or remove it; the settings here are {', '.join(hints)}",
             )
@@ -533,8 +533,3 @@ def _refuse(name: str, value: object, rule: str, source: str = "") -> ConfigErro
         rule=f"{name} must be {rule}",
         fix=f"correct {name}",
     )
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"; near ones: {', '.join(found)}" if found else ""

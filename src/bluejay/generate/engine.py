@@ -126,7 +126,7 @@ class Figures:
 
     Attributes:
         prompt_tokens, prefill_seconds: prompt tokens read and the time in prefill programs.
-        new_tokens, decode_seconds: tokens written by decode programs and the time in them.
+        decoded_tokens, decode_seconds: tokens written by decode programs and the time in them.
         wasted_tokens: tokens that decode programs computed for nobody, because an answer ended inside a call.
         compile_seconds: finding, compiling and loading programs; in none of the other figures.
         compilations: programs that were compiled; 0 when all were found.
@@ -134,7 +134,7 @@ class Figures:
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
-    new_tokens: int = 0
+    decoded_tokens: int = 0
     decode_seconds: float = 0.0
     wasted_tokens: int = 0
     compile_seconds: float = 0.0
@@ -614,7 +614,7 @@ class Engine:
         decoding = [a for a in rows if a.decoding]
         call = self._decode_call()
         tokens, *scores = self._runner.decode(call)
-        computed, before = tokens.shape[1] * len(decoding), self._figures.new_tokens
+        computed, before = tokens.shape[1] * len(decoding), self._figures.decoded_tokens
         table = tokens.tolist()
         for answer in decoding:
             if answer.request.beams is None:
@@ -622,12 +622,12 @@ class Engine:
                     if token == IDLE or self._has_ended(answer):
                         break
                     self._accept(answer, token, [t[answer.row, i] for t in scores] if call.ranked else None)
-                    self._figures.new_tokens += 1
+                    self._figures.decoded_tokens += 1
         for answer in decoding:
             if answer.request.beams is not None and answer.sample == 0:
                 self._advance_beams(answer.request, tokens, scores)
         if not any(a.request.beams for a in decoding):
-            self._figures.wasted_tokens += computed - (self._figures.new_tokens - before)
+            self._figures.wasted_tokens += computed - (self._figures.decoded_tokens - before)
         self._leave()
 
     def _decode_call(self) -> DecodeCall:
@@ -725,7 +725,7 @@ class Engine:
         if request.first_token is None:
             request.first_token = self._clock()
         move = beams.advance(scores[1][rows, 0, :count], scores[2][rows, 0, :count])
-        self._figures.new_tokens += 1
+        self._figures.decoded_tokens += 1
         if move.done:
             results = beams.results()
             request.expected = len(results)

@@ -129,6 +129,7 @@ class Checkpoints:
             held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(held, staging / _TENSORS)
             (staging / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            shutil.copymode(staging / _STATE, staging / _TENSORS)  # safetensors: readable for their owner only
             for entry in (*staging.rglob("*"), staging):
                 flush(entry)
             if final.exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: LoraConfig
         "modules_to_save": None,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(folder / ADAPTER_CONFIG, folder / ADAPTER)  # safetensors: readable for their owner only
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
