@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import bluejay
-from bluejay.checkpoint import save_checkpoint
+from bluejay.checkpoint import LargePages, has_large_pages, save_checkpoint
 from bluejay.config import ModelConfig
 from bluejay.machine import describe, measure_gemm, measure_read_bandwidth
 from bluejay.models import GPTJ
@@ -77,6 +79,23 @@ def ceilings(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) 
     """Bytes/s this machine reads and FLOP/s of its matrix products, now."""
     rates = {f"gemm_{str(d).removeprefix('torch.')}_flops": measure_gemm(d) for d in dtypes}
     return {"read_bytes_per_second": measure_read_bandwidth(), **rates}
+
+
+def buffer_to_read() -> Tensor:
+    """Memory for `measure_read`, in large pages where the system gives them."""
+    shape = torch.Size((2**25,))
+    buffer = LargePages(2**28, 1).take(shape, torch.int64) if has_large_pages() else torch.empty(shape).long()
+    return buffer.fill_(1)
+
+
+def measure_read(buffer: Tensor) -> float:
+    """Bytes/s that this machine reads: of memory as torch allocates it, or in `buffer` if that is faster."""
+    seconds = []
+    for _ in range(7):
+        started = time.perf_counter()
+        buffer.sum()
+        seconds.append(time.perf_counter() - started)
+    return max(measure_read_bandwidth(), buffer.nbytes / statistics.median(seconds))
 
 
 def write_record(name: str, body: dict[str, Any], show: Callable[[str], None] = print) -> Path:

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import write_record
+from common import buffer_to_read, measure_read, write_record
 from torch import Tensor
 
 from bluejay import kernels
 from bluejay.checkpoint import LargePages, has_large_pages
-from bluejay.machine import cpu, cxx_compiler, default_cache_folder, measure_gemm, measure_read_bandwidth
+from bluejay.machine import cpu, cxx_compiler, default_cache_folder, measure_gemm
 
 REST_SECONDS = 0.3  # OpenMP of Intel and LLVM keeps threads awake for 0.2
 WAKE_SECONDS = 0.1
@@ -381,16 +381,6 @@ def build_peak(folder: Path) -> ctypes.CDLL | None:
     return ctypes.CDLL(str(folder / "peak.so"))
 
 
-def measure_read(buffer: Tensor) -> float:
-    """Bytes/s that this machine reads: of memory as torch allocates it, or in `buffer` if that is faster."""
-    seconds = []
-    for _ in range(7):
-        started = time.perf_counter()
-        buffer.sum()
-        seconds.append(time.perf_counter() - started)
-    return max(measure_read_bandwidth(), buffer.nbytes / statistics.median(seconds))
-
-
 def measure_dot_products(peak: ctypes.CDLL, repeats: int = 100_000_000) -> float:
     """Products of a code and an x, per second, in all threads: 64 an instruction.
 
@@ -447,9 +437,7 @@ def main() -> None:
     rounds: dict[str, list[float]] = {"read_bytes_per_second": [], "gemm_bfloat16_flops": []}
     with torch.inference_mode(), tempfile.TemporaryDirectory() as temporary:
         peak = build_peak(Path(temporary))
-        shape = torch.Size((2**25,))
-        buffer = LargePages(2**28, 1).take(shape, torch.int64) if has_large_pages() else torch.empty(shape).long()
-        buffer.fill_(1)
+        buffer = buffer_to_read()
         for i in range(args.rounds + 1):  # the first warms up
             measured = {"gemm_bfloat16_flops": measure_gemm(torch.bfloat16)}
             if peak:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import NANO, ceilings, config_dict, in_fresh_process, write_record
+from common import NANO, buffer_to_read, config_dict, in_fresh_process, measure_read, write_record
 
 import bluejay
 from bluejay.checkpoint import TensorInfo, save_checkpoint
@@ -120,7 +120,7 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
         save_checkpoint(plain, tensors, source.config, tokenizer_from=NANO)
         del tensors
     cache = str(options.folder / "cache")
-    rates = ceilings((torch.bfloat16,))
+    buffer, reads = buffer_to_read(), []
     engines = {
         name: bluejay.load(str(folder), cache=cache, context=256, max_rows=1, dtype="bfloat16")
         for name, folder in (("int4", packed_folder(options)), ("bf16", plain))
@@ -130,6 +130,7 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
         engine.generate(PROMPT[:16], asked)
     rounds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(options.rounds):
+        reads.append(measure_read(buffer))
         for name, engine in engines.items():
             before = engine.figures
             engine.generate(PROMPT[:16], asked)
@@ -137,13 +138,13 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
             tokens = after.decoded_tokens - before.decoded_tokens
             rounds[name].append((after.decode_seconds - before.decode_seconds) / tokens)
     seconds = {name: statistics.median(values) for name, values in rounds.items()}
-    read = rates["read_bytes_per_second"]
+    read = statistics.median(reads)
     bytes_read = {
         "int4": sum(b.nbytes for b in engines["int4"].model.buffers()),
         "bf16": costs.weight_bytes_read_per_decoded_token(config, 2),
     }
     return {
-        "ceilings": rates,
+        "ceilings": {"read_bytes_per_second": read},
         "seconds_per_token": seconds,
         "speedup": seconds["bf16"] / seconds["int4"],
         "share_of_read_bandwidth": {name: bytes_read[name] / seconds[name] / read for name in seconds},
