@@ -230,22 +230,29 @@ def build(
 
 
 def _check_kernel(kernel: str, is_packed: bool, dtype: torch.dtype, device: torch.device | None) -> None:
-    """
+    """See to it that a path of four-bit products, where a run names one, is there and does something.
+
     Args:
         device: where the products will be computed; None where only programs are made.
 
     Raises:
-        ConfigError: a kernel that nothing would use.  MachineError: one that is not here.
+        ConfigError: a path that nothing would use.  MachineError: one that is not here.
     """
     if kernel == "auto":
         return
-    name = str(dtype).removeprefix("torch.")
-    if not is_packed or (kernel == "x8" and dtype != torch.bfloat16):
+    if not is_packed:
         raise ConfigError(
             asked=f"four-bit products by the path {kernel}",
-            found=f"weights and inputs in {name}" if is_packed else "a model whose weights are not packed to four bits",
-            rule="x8 rounds inputs that are bfloat16" if is_packed else "only packed weights are multiplied by a path",
-            fix="add --dtype bfloat16" if is_packed else "add --quantize int4-g64, or leave the kernel at auto",
+            found="a model whose weights are not packed to four bits",
+            rule="only packed weights are multiplied by a path",
+            fix="add --quantize int4-g64, or leave the kernel at auto",
+        )
+    if kernel == "x8" and dtype != torch.bfloat16:
+        raise ConfigError(
+            asked="four-bit products by the path x8",
+            found=f"inputs in {str(dtype).removeprefix('torch.')}",
+            rule="x8 rounds inputs that are bfloat16",
+            fix="add --dtype bfloat16, or leave the kernel at auto",
         )
     if device is not None:
         check_path(kernel, device)

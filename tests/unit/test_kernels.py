@@ -78,17 +78,21 @@ def test_one_of_two_processes_builds(built: tuple[Path, list[dict[str, Any]]]) -
     assert [file.suffix for file in library(cache).parent.iterdir() if file.suffix != ".json"] == [".so"]
 
 
-def stand_in(folder: Path, finished: Path) -> str:
-    """A compiler that answers as the machine's and hands out what that one made before."""
+def compiler_script(folder: Path, body: str) -> str:
+    """A compiler that is a shell script; `{real}` is the machine's own, whose version it says."""
     compiler = cxx_compiler()
     assert compiler is not None
     script = folder / "c++"
-    script.write_text(
-        f'#!/bin/sh\nfor last; do :; done\n[ "$1" = --version ] && exec {compiler.path} --version\n'
-        f'if [ "$1" = -shared ]; then cp {finished} "$3"; else : > "$last"; fi\n'
-    )
+    text = f'#!/bin/sh\n[ "$1" = --version ] && exec {compiler.path} --version\n{body}\n'
+    script.write_text(text.replace("{real}", compiler.path))
     script.chmod(0o755)
     return str(script)
+
+
+def stand_in(folder: Path, finished: Path) -> str:
+    """A compiler that hands out what the machine's made before."""
+    body = f'for last; do :; done\nif [ "$1" = -shared ]; then cp {finished} "$3"; else : > "$last"; fi'
+    return compiler_script(folder, body)
 
 
 def test_a_broken_library_is_made_again(built: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
@@ -106,15 +110,8 @@ def test_a_broken_library_is_made_again(built: tuple[Path, list[dict[str, Any]]]
 
 def test_a_compiler_that_knows_no_tiles_builds_the_rest(tmp_path: Path) -> None:
     """Catches an older compiler or assembler that loses every kernel to the newest instructions."""
-    compiler = cxx_compiler()
-    assert compiler is not None
-    script = tmp_path / "c++"
-    script.write_text(
-        f'#!/bin/sh\nfor flag; do [ "$flag" = -mamx-int8 ] && echo "error: no $flag" && exit 1; done\n'
-        f'exec {compiler.path} "$@"\n'
-    )
-    script.chmod(0o755)
-    answer = answer_of(start(tmp_path / "cache", str(script)))
+    body = 'for flag; do [ "$flag" = -mamx-int8 ] && echo "error: no $flag" && exit 1; done\nexec {real} "$@"'
+    answer = answer_of(start(tmp_path / "cache", compiler_script(tmp_path, body)))
     assert [name for name, _ in answer["events"]] == ["compile.start", "compile.done"]
     assert "portable" in answer["paths"]
     assert "amx" not in answer["paths"]
@@ -137,10 +134,7 @@ def test_without_a_compiler_torch_computes(tmp_path: Path) -> None:
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     """Catches a build whose failure is not told, or leaves something in the store."""
-    script = tmp_path / "c++"
-    script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo c++ 1.0 && exit\necho "error: no luck"; exit 1\n')
-    script.chmod(0o755)
-    answer = answer_of(start(tmp_path / "cache", str(script)))
+    answer = answer_of(start(tmp_path / "cache", compiler_script(tmp_path, 'echo "error: no luck"; exit 1')))
     names = [name for name, _ in answer["events"]]
     assert names == ["compile.start", "compile.failed", "warning", "compile.start", "compile.failed"]
     assert "no luck" in answer["reason"]
