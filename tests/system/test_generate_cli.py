@@ -158,6 +158,7 @@ def test_a_warning_reaches_both_readers(cli: Cli) -> None:
     assert code == 0
     assert err.startswith("bluejay: warning: float16")
     assert len(json.loads(out)["warnings"]) == 1
+    assert json.loads(out)["figures"]["new_tokens"] == 1  # which the prompt's program wrote, and no decode program
 
 
 def test_loading_shows_progress_when_it_takes_long(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
